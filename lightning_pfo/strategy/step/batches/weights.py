@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,9 +146,8 @@ def has_gaps(batch: Any, *, waits: bool) -> bool:
     )
 
 
-@contextmanager
-def fewer_labels(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> Iterator[bool]:
-    """Have other numbers of labels in the microbatches of a batch while the context is open, where some are -100.
+def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:
+    """Give microbatches other numbers of labels, where some are -100 already.
 
     In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too.
 
@@ -158,34 +156,28 @@ def fewer_labels(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> 
         parts: Its microbatches.
         labels: Labels that it may have; of those without any gap nothing is changed.
 
-    Yields:
-        Whether that is so: not where microbatches are copies, in whose place something else would be compared.
+    Returns:
+        Whether they have, and the batch alike: it has not where microbatches are copies.
     """
     found = [[dict(leaves_of(of)).get(path) for of in (batch, *parts)] for path in {each.path: None for each in labels}]
     tensors = [[torch.as_tensor(leaf) for leaf in each] for each in found if all(map(_are_integers, each))]
     tensors = [each for each in tensors if _has_gaps(each[0])]
-    gaps = [_numbers_of_gaps(each) for each in tensors]
-    values = [[tensor.clone() for tensor in of_parts] for _, *of_parts in tensors]
+    before = [_numbers_of_gaps(each) for each in tensors]
     for kind, (_, *of_parts) in enumerate(tensors):
         for part in of_parts[kind % 2 :: 2]:
-            _take_labels_away(part)
+            _take_away(part)
     more = [
-        [now - before for now, before in zip(_numbers_of_gaps(each), of_each, strict=True)]
-        for each, of_each in zip(tensors, gaps, strict=True)
+        [now - then for now, then in zip(_numbers_of_gaps(each), of_each, strict=True)]
+        for each, of_each in zip(tensors, before, strict=True)
     ]
-    try:
-        yield any(of_batch for of_batch, *_ in more) and all(of_batch == sum(each) for of_batch, *each in more)
-    finally:
-        for (_, *of_parts), before in zip(tensors, values, strict=True):
-            for part, value in zip(of_parts, before, strict=True):
-                part.copy_(value)
+    return any(of_batch for of_batch, *_ in more) and all(of_batch == sum(each) for of_batch, *each in more)
 
 
 def _numbers_of_gaps(labels: Sequence[torch.Tensor]) -> list[int]:
     return [int((each == IGNORED_LABEL).sum()) for each in labels]
 
 
-def _take_labels_away(label: torch.Tensor) -> None:
+def _take_away(label: torch.Tensor) -> None:
     """Leave the last label of each row, and have it first too, as a mean may leave the first of each sequence out."""
     if not label.dim():
         return

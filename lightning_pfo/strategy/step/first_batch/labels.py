@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
-from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, fewer_labels, labels_with_gaps
+from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps, take_labels_away
+from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.first_batch.numbers import Pair
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
 from lightning_pfo.strategy.step.first_batch.slopes import Compared, gap
@@ -101,9 +104,14 @@ class LabelChoice:
     ) -> list[_Tried]:
         """What candidates give for microbatches with other numbers of labels."""
         labels = [each for each in candidates if each is not None]
-        with self._rehearsal.silent(True), fewer_labels(of.batch, parts.parts, labels) as are_fewer:
-            if not all(self._engine.all_gather(are_fewer, everywhere=self._rehearsal.everywhere)):
-                return []
+        batch = anew(of.batch, copies=True)
+        are_copies = _are_copies(labels, batch, of.batch)  # which an object of another class need not give
+        of = replace(of, batch=batch, parts=self._batching.split(batch, len(of.parts)))
+        parts = of.parts[: len(parts)]
+        are_other = are_copies and take_labels_away(batch, parts.parts, labels)
+        if not all(self._engine.all_gather(are_other, everywhere=self._rehearsal.everywhere)):
+            return []
+        with self._rehearsal.silent(True):
             pairs = self._rehearsal.pair(of, parts, 0)
             tried = self._tried(of, parts, pairs, candidates, distance)
             tells_nothing = bool(tried.distances) and len(set(tried.distances)) == 1
@@ -140,6 +148,11 @@ class LabelChoice:
         """Those of all replicas, as they have other samples."""
         told = list(filter(None, self._rehearsal.tell(distances)))
         return [sum(each) for each in zip(*told, strict=True)]
+
+
+def _are_copies(labels: Sequence[Labels], batch: Any, of: Any) -> bool:
+    ours, theirs = dict(leaves_of(batch)), dict(leaves_of(of))
+    return all(ours.get(each.path) is not theirs.get(each.path, ours) for each in labels)
 
 
 def _told_of(kind: str, labels: Labels | None, number: int) -> tuple[int, str]:
