@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import CellType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -503,10 +504,16 @@ def optimizer_hooks_aside() -> Iterator[None]:
         yield
 
 
+def cell_of(function: Callable[..., Any]) -> CellType | None:
+    """Where a function that torch has decorated has the one that it calls; None: it is none, or otherwise."""
+    is_of_torch = getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+    inner = getattr(function, "__wrapped__", None) if is_of_torch else None
+    cells = getattr(function, "__closure__", None) or ()
+    return next((cell for cell in cells if inner is not None and cell.cell_contents is inner), None)
+
+
 _CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]
-_CELL: Any = next(
-    (cell for cell in torch.nn.utils.clip_grad_norm_.__closure__ or () if cell.cell_contents is _CLIPS), None
-)
+_CELL = cell_of(torch.nn.utils.clip_grad_norm_)
 """Where torch's function, which switches autograd off, has the one that clips; None: a torch that does otherwise."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -50,11 +51,15 @@ class Module(L.LightningModule):
         self.net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         self.register_buffer("center", torch.zeros(6))
         self.gathers, self.seen = gathers, []
+        self.sum_over_all = partial(dist.all_reduce, op=dist.ReduceOp.SUM)
 
     def mean_of_all(self, value):
         if not (dist.is_available() and dist.is_initialized()):
             return value
         number = dist.get_world_size()
+        if self.gathers == "kept":  # as codebooks of vector-quantize-pytorch do
+            self.sum_over_all(value)
+            return value / number
         if self.gathers == "Accelerate's":  # as losses of transformers count boxes
             assert PartialState().num_processes == number
             rows = gather(value[None])
@@ -167,7 +172,7 @@ def main():
             strategy = PfoPipelineStrategy(schedule="gpipe", loss_over="batch", data_parallel_size=number)
             found[f"contrasts, {number}"] = contrast(strategy, 4)
         PartialState(cpu=True)
-        for gathers in (False, True, "with gradients", "backward", "Accelerate's"):
+        for gathers in (False, True, "with gradients", "backward", "kept", "Accelerate's"):
             found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
             found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
         found["refused"] = train("refused", num_microbatches=4)

@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("how", ["False", "True", "with gradients", "backward", "Accelerate's"])
+@pytest.mark.parametrize("how", ["False", "True", "with gradients", "backward", "kept", "Accelerate's"])
 @pytest.mark.parametrize("processes", ["one pipeline", "replicas"])
 def test_what_is_averaged_over_processes_is_over_replicas(folder, processes, how):
     expected = json.loads((folder / "one_device.json").read_text())["one device"]

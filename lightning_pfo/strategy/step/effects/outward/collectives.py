@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from types import ModuleType
+from types import CellType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import in_backward
+from lightning_pfo.strategy.parallel.compat import cell_of, in_backward
 from lightning_pfo.strategy.parallel.patches import Patches
 
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
@@ -60,7 +60,9 @@ def collectives_in_steps(
     instead_of: dict[int, Callable[..., Any]] = {}
 
     def patched(name: str, instead: Callable[..., Any], owner: Any = dist) -> None:
-        ordinary = getattr(owner, name)
+        public = getattr(owner, name)
+        cell = cell_of(public)  # changed in there it is so for who has kept the function, too
+        ordinary = public if cell is None else cell.cell_contents
 
         @wraps(ordinary)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -68,12 +70,15 @@ def collectives_in_steps(
                 return ordinary(*args, **kwargs)
             group = kwargs.get("group", next((a for a in args if isinstance(a, dist.ProcessGroup)), None))
             # a variable with the frame of this function would keep what it was given
-            asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-            if group not in (None, dist.group.WORLD) or _is_seen_to(asking.f_globals.get("__name__", "")):
+            asking = _module_of(inspect.currentframe().f_back, public)  # type: ignore[union-attr]
+            if group not in (None, dist.group.WORLD) or _is_seen_to(asking):
                 return ordinary(*args, **kwargs)
             args = tuple(a for a in args if not isinstance(a, dist.ProcessGroup))
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
 
+        if cell is not None:
+            _put_into(cell, call, patches)
+            return
         patches.set(owner, name, call)
         instead_of[id(ordinary)] = call
 
@@ -134,6 +139,23 @@ def collectives_in_steps(
         for name, value in list(vars(module).items()):
             if id(value) in instead_of:
                 patches.set(module, name, instead_of[id(value)])
+
+
+def _put_into(cell: CellType, function: Callable[..., Any], patches: Patches) -> None:
+    before, cell.cell_contents = cell.cell_contents, function
+
+    def put_back() -> None:
+        if cell.cell_contents is function:
+            cell.cell_contents = before
+
+    patches.callback(put_back)
+
+
+def _module_of(frame: FrameType | None, public: Callable[..., Any]) -> str:
+    """The module of what called a function, which may have called another one."""
+    while frame is not None and frame.f_code is public.__code__:
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 def _other_in_steps(name: str, value: Any, within_step: Callable[[], bool]) -> property:
