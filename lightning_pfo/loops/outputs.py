@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any
 
@@ -32,41 +32,84 @@ class OutputError(PfoError, AttributeError, LookupError):
     """Something is not among the outputs."""
 
 
-class LossOutput(dict[str, torch.Tensor]):
-    """The loss, as an item and an attribute; in evaluation the other outputs too, when they are asked for.
+class LossOutput(dict[str, Any]):
+    """The loss, as an item and an attribute; in evaluation the other outputs too, which are fetched when asked for.
 
     Args:
         *args: As for a dict.
-        fetch: Gives another output by its name or place, the same on every rank; a collective call of a pipeline's
-            ranks. None: there is none.
+        names: The names of all outputs, in order; empty: there is the loss alone.
+        fetch: Gives another output by its name, the same on every rank; a collective call of a pipeline's ranks.
         **kwargs: As for a dict.
     """
 
-    def __init__(self, *args: Any, fetch: Callable[[str | int], Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, names: Sequence[str] = (), fetch: Callable[[str], Any] | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._names = tuple(names)
         self._fetch = fetch
 
     def converted(self, convert: Callable[[Any], Any]) -> LossOutput:
         """The same with other outputs converted."""
         fetch = self._fetch
-        return LossOutput(self, fetch=None if fetch is None else lambda key: convert(fetch(key)))
+        return LossOutput(self._held(), names=self._names, fetch=fetch and (lambda name: convert(fetch(name))))
 
     @property
     def loss(self) -> torch.Tensor:
         """The loss."""
-        return self["loss"]
+        loss: torch.Tensor = self["loss"]
+        return loss
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return tuple(self[name] for name in list(self)[key])
+        return super().__getitem__(key)
 
     def __missing__(self, key: str | int) -> Any:
-        if key == 0:  # transformers' models have the loss in the first place
-            return self["loss"]
         if self._fetch is None:
+            if key == 0:  # transformers' models have the loss in the first place
+                return self["loss"]
             raise OutputError(_NOT_IN_TRAINING.format(key=key))
+        if isinstance(key, int) and -len(self) <= key < len(self):
+            return self[self._names[key]]
+        if key not in self._names:
+            raise OutputError(f"The model's outputs are {list(self._names)}; got a request for {key!r}.")
         return self._fetch(key)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of those who copy it
             raise AttributeError(name)
         return self[name]
+
+    def __contains__(self, key: object) -> bool:
+        if self._fetch is None and isinstance(key, str) and not super().__contains__(key):
+            raise OutputError(_NOT_IN_TRAINING.format(key=key))  # nobody knows, and a no would be believed
+        return key in self._names or super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names or list(super().keys()))
+
+    def __len__(self) -> int:
+        return len(self._names) or super().__len__()
+
+    def get(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
+        """An output, or the default where there is none of that name."""
+        return self[key] if key in self else default  # noqa: SIM401 - which is this method
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        """The names of all outputs."""
+        return KeysView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """All outputs."""
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """All outputs, with their names."""
+        return ItemsView(self)
+
+    def _held(self) -> dict[str, Any]:
+        return {name: self[name] for name in super().keys()}  # noqa: SIM118 - not all names
 
 
 class EvaluationOutputs:
@@ -95,23 +138,12 @@ class EvaluationOutputs:
             The same; of outputs with a loss a `LossOutput`.
         """
         has_loss = isinstance(found, Mapping) and "loss" in found
-        told, has_loss = self._losses.share(({"loss": found["loss"]} if has_loss else found, has_loss))
+        names = list(found) if has_loss else []
+        told, names = self._losses.share(({"loss": found["loss"]} if has_loss else found, names))
         if torch.is_grad_enabled():
             told = tree_map_only(torch.Tensor, lambda loss: without_gradients(loss, _IN_EVALUATION), told)
-        return LossOutput(told, fetch=partial(self._fetch, found)) if has_loss else told
+        return LossOutput(told, names=names, fetch=partial(self._fetch, found)) if names else told
 
-    def _fetch(self, found: Any, key: str | int) -> Any:
-        self._together.meet(f"a look at outputs {key!r}")
-        value: Any = None
-        if self._engine.is_last:
-            by_place = list(found.values())
-            if isinstance(key, int) and -len(by_place) <= key < len(by_place):
-                value = by_place[key]
-            elif key in found:
-                value = found[key]
-            else:
-                value = OutputError(f"The model's outputs are {list(found)}; got a request for {key!r}.")
-        value = self._others.share(value)
-        if isinstance(value, OutputError):
-            raise value
-        return value
+    def _fetch(self, found: Any, name: str) -> Any:
+        self._together.meet(f"a look at outputs {name!r}")
+        return self._others.share(found[name] if self._engine.is_last else None)

@@ -140,9 +140,9 @@ class PipelinedModel(ModelState):
         if num_microbatches is not None and num_microbatches < 1:
             raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
         meet_for_another()
-        self.module = module
         self.patches = Patches()
         self.device = device if device is not None else _default_device()
+        self.module = module  # what is set from here on may be its own, see `__setattr__`
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
@@ -182,6 +182,7 @@ class PipelinedModel(ModelState):
 
         refuse_saving(module)
         self._together = Together(self._pipeline.engine)
+        self._together.meet_at_barriers(self.patches)
         self._refuse_compiled = torch.compiler.disable(refuse_compiled)  # type: ignore[no-untyped-call]
         self._outputs = EvaluationOutputs(self._pipeline.engine, self._together)
         self.adapt_saving()
@@ -401,6 +402,15 @@ class PipelinedModel(ModelState):
             if name.startswith("_") or name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what is the module's there, as code does that reads it by `__getattr__` (`model.beta = 0.5`)."""
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        module = None if is_own else vars(self)["_modules"].get("module")
+        if module is not None and name != "module" and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
 
 
 def _default_device() -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -9,8 +11,11 @@ import torch.distributed as dist
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import refuse_forked
+from lightning_pfo.strategy.parallel.compat import cell_of
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
+from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.effects.within import within_step
 
 _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -74,6 +79,25 @@ class Together:
                 f"'CUDA out of memory.', so does this one within find_executable_batch_size; else make pipelines on "
                 f"all ranks alike."
             ) from error
+
+    def meet_at_barriers(self, patches: Patches) -> None:
+        """Let ranks meet before barriers of all processes: others may call the model alone meanwhile.
+
+        Args:
+            patches: When it is closed, barriers are torch's again.
+        """
+        cell = cell_of(dist.barrier)
+        if cell is None:
+            return
+        barrier: Callable[..., Any] = cell.cell_contents
+
+        @wraps(barrier)
+        def call(group: dist.ProcessGroup | None = None, *args: Any, **kwargs: Any) -> Any:
+            if group in (None, dist.group.WORLD) and not within_step() and not self._is_over:
+                self.meet("torch.distributed.barrier")
+            return barrier(group, *args, **kwargs)
+
+        patches.set_cell(cell, call)
 
     def begin(self, kind: str, batch: Any) -> None:
         """Begin a call with a batch; a collective call of the pipeline's ranks.

@@ -36,6 +36,7 @@ def seen(tmp_path_factory):
         "stopped_early",
         "loss_over_items_of_several_batches",
         "outputs_and_attributes",
+        "attributes_that_loops_set",
         "local_sgd",
         "saved_for_others",
         "inputs_with_a_graph",
@@ -44,6 +45,7 @@ def seen(tmp_path_factory):
     ],
 )
 def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
+    assert "Error" not in str(seen["alone"][loop])  # which both would say
     check(seen[rank][loop], seen["alone"][loop], loop)
 
 
@@ -96,6 +98,12 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("evaluation_on_the_main_process", "RanksApartError", r"rank 0: evaluation .*; rank 1: accelerator\.gather"),
         ("prediction_on_the_main_process", "RanksApartError", r"rank 0: prediction .*; rank 1: begin of an epoch"),
         ("outputs_on_the_main_process", "RanksApartError", r"rank 0: a look at outputs 'logits'; rank 1: evaluation"),
+        (
+            "evaluation_while_others_wait",
+            "RanksApartError",
+            r"rank 0: evaluation .*; rank 1: torch\.distributed\.barrier",
+        ),
+        ("question_of_outputs_in_training", "OutputError", r"Asked for was 'logits'.*model\.predict"),
         ("gathered_values_of_processes", "ConfigurationError", r"ranks \[1\] .* accelerate\.utils"),
         ("summed_values_of_processes", "ConfigurationError", r"accelerator\.reduce counts .* accelerate\.utils"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),

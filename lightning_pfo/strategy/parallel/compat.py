@@ -6,6 +6,7 @@ version, and finds none elsewhere.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
@@ -508,8 +509,13 @@ def cell_of(function: Callable[..., Any]) -> CellType | None:
     """Where a function that torch has decorated has the one that it calls; None: it is none, or otherwise."""
     is_of_torch = getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
     inner = getattr(function, "__wrapped__", None) if is_of_torch else None
-    cells = getattr(function, "__closure__", None) or ()
-    return next((cell for cell in cells if inner is not None and cell.cell_contents is inner), None)
+
+    def holds_it(cell: CellType) -> bool:
+        """Or what somebody has put there around it."""
+        held = cell.cell_contents
+        return callable(held) and inspect.unwrap(held, stop=lambda each: each is inner) is inner
+
+    return None if inner is None else next(filter(holds_it, function.__closure__ or ()), None)  # type: ignore[attr-defined]
 
 
 _CLIPS: Any = torch.nn.utils.clip_grad_norm_.__wrapped__  # type: ignore[attr-defined]

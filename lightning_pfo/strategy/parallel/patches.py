@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import CellType
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +29,16 @@ class Patches(ExitStack):
         _assign(owner, name, value)
         self._made.append((owner, name, value, before))
         self.callback(self._undo)
+
+    def set_cell(self, cell: CellType, value: Any) -> None:
+        """Set what a variable of a closure holds until the stack is closed; see `set`."""
+        before, cell.cell_contents = cell.cell_contents, value
+
+        def put_back() -> None:
+            if cell.cell_contents is value:
+                cell.cell_contents = before
+
+        self.callback(put_back)
 
     def note_copy(self, owner: Any, name: str) -> None:
         """An object is a copy of one with a changed attribute; it loses that one when the stack is closed."""

@@ -23,7 +23,7 @@ from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.gradients import loss_of
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
-from lightning_pfo.strategy.step.metrics.states import metrics_of
+from lightning_pfo.strategy.step.metrics.states import metrics_in, modules_around
 
 _REPEATS = 3
 
@@ -155,7 +155,7 @@ def measure_training_step(owner: nn.Module, units: Units, step: Callable[[], Any
             "that are too large for that. Use partition='parameters' or 'type:REGEX'."
         )
     move_local_tensors(owner, device)
-    metrics = metrics_of(owner)
+    metrics = metrics_in(modules_around(owner))
     buffers = [(buffer, buffer.clone()) for buffer in owner.buffers()]
     owner.__dict__["log"] = lambda *args, **kwargs: None
     try:

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import broadcast_object_list, find_executable_batch_size
+from accelerate.utils import broadcast_object_list, find_executable_batch_size, set_seed
 from net import NetWithLoss, make_loaders
 from safetensors.torch import load_file
 from torch import nn
@@ -150,7 +150,7 @@ def loss_over_items_of_several_batches():
 
 
 def outputs_and_attributes():
-    """`outputs.logits`, `outputs[0]`, `model.config`; in training the loss."""
+    """`outputs.logits`, `outputs[0]`, `"logits" in outputs`, `model.config`; in training the loss."""
     accelerator, model = make_accelerator(), make_bert()
     example = {"input_ids": IDS, "labels": IDS}
     model, _, _ = prepare(accelerator, model, example_batch=example)
@@ -160,9 +160,43 @@ def outputs_and_attributes():
         without_loss = model(input_ids=IDS)
     seen = [outputs.loss.item(), outputs[0].item(), float(outputs.logits.sum()), float(outputs["logits"].std())]
     seen += [float(outputs[1].sum()), float(without_loss.logits.sum()), model.config.vocab_size, model.num_parameters()]
+    seen += [
+        len(outputs),
+        "logits" in outputs,
+        "states" in outputs,
+        outputs.get("states", 3),
+        list(outputs),
+        list({**outputs}),
+    ]
+    seen += [[tuple(each.shape) for each in outputs[:2]], [(name, each.dim()) for name, each in outputs.items()]]
     model.train()
     outputs = model(input_ids=IDS, labels=IDS)
     return [*seen, outputs["loss"].item(), outputs[0].item(), hasattr(outputs, "loss")]
+
+
+class Scaled(NetWithLoss):
+    """Reads a number that loops set on the prepared model."""
+
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.shift = 0.0
+
+    def forward(self, *, x, labels):
+        outputs = super().forward(x=x, labels=labels)
+        return outputs | {"loss": self.factor * outputs["loss"] + self.shift}
+
+
+def attributes_that_loops_set():
+    set_seed(5)
+    accelerator, model = make_accelerator(), Scaled()
+    model, _, loader = prepare(accelerator, model, None, named(make_loaders()[1]))
+    batch, seen = next(iter(loader)), []
+    for factor in (1.0, 3.0):
+        model.factor, model.shift = factor, 2 * factor
+        seen += [model(**batch)["loss"].item(), model.factor, accelerator.unwrap_model(model).shift]
+    return seen
 
 
 def prepared_later():
@@ -392,6 +426,7 @@ LOOPS = (
     stopped_early,
     loss_over_items_of_several_batches,
     outputs_and_attributes,
+    attributes_that_loops_set,
     prepared_later,
     local_sgd,
     saved_for_others,

@@ -90,6 +90,18 @@ def summed_values_of_processes():
     accelerator.reduce(accelerator.process_index * torch.ones(1))
 
 
+def evaluation_while_others_wait():
+    accelerator, model, batch = simple()
+    model.eval()
+    with accelerator.main_process_first():
+        model(**batch)
+
+
+def question_of_outputs_in_training():
+    _, model, batch = simple()
+    return "logits" in model(**batch)
+
+
 def outputs_on_the_main_process():
     accelerator, model, batch = simple()
     model.eval()
@@ -179,6 +191,8 @@ REFUSALS = (
     evaluation_on_the_main_process,
     prediction_on_the_main_process,
     outputs_on_the_main_process,
+    evaluation_while_others_wait,
+    question_of_outputs_in_training,
     gathered_values_of_processes,
     summed_values_of_processes,
     other_batches_to_predict,

@@ -27,7 +27,13 @@ class Computes(L.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         self.mean, self.of_validation, self.unused, self.shown = (torchmetrics.MeanMetric() for _ in range(4))
-        self.both = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()])
+        self.both = torchmetrics.MetricCollection(  # two of these have the same state
+            {
+                "square": torchmetrics.MeanSquaredError(),
+                "root": torchmetrics.MeanSquaredError(squared=False),
+                "absolute": torchmetrics.MeanAbsoluteError(),
+            }
+        )
         self.seen = []
 
     def training_step(self, batch, batch_idx):
@@ -150,5 +156,5 @@ def run(number, kind, rows):
 
 
 for number in (1, 2):
-    run_ranks(run, number, number, Computes, 32)
+    run_ranks(run, number, number, Computes, 30)
     run_ranks(run, number, number, Aggregates, 28)

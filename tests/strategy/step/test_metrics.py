@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("rank", ["Computes_2_0", "Computes_2_1"])
 def test_hooks_compute_what_one_device_does(runs, rank):
     alone = runs["Computes_1_0"]["seen"]
-    assert len(alone) == 2 * (4 * 2 + 2 + 1) + 2  # and the sanity check, and what the progress bar shows
+    assert len(alone) == 2 * (4 * 2 + 3 + 1) + 2  # and the sanity check, and what the progress bar shows
     assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
 
 

@@ -29,7 +29,7 @@ from lightning_pfo.strategy.step.memory.costs import OF_WEIGHTS, Cost, StageCost
 from lightning_pfo.strategy.step.memory.exchanges import Exchanges
 from lightning_pfo.strategy.step.memory.leavings import Leavings, Left
 from lightning_pfo.strategy.step.memory.substitutes import Substitutes
-from lightning_pfo.strategy.step.metrics.states import metrics_of
+from lightning_pfo.strategy.step.metrics.states import metrics_in, modules_around
 from lightning_pfo.strategy.step.whole.end import End, JoinedLoss
 from lightning_pfo.strategy.step.whole.joining import Join
 
@@ -278,7 +278,7 @@ def nothing_remains(device: torch.device, owner: nn.Module) -> Iterator[None]:
         stack.enter_context(Caches().left_alone())
         stack.enter_context(random_state.isolated(device))
         patches = stack.enter_context(Patches())
-        for metric in metrics_of(owner):  # most look at values
+        for metric in metrics_in(modules_around(owner)):  # most look at values
             patches.set(metric, "forward", nothing)
             patches.set(metric, "update", nothing)
             patches.set(metric, "compute", nothing)

@@ -24,10 +24,10 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
-from lightning_pfo.strategy.step.metrics.compat import Way, count_updates_of, state_of, synchronise_by
+from lightning_pfo.strategy.step.metrics.compat import Way, count_updates_of, state_of, synchronise_by, update_each
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 
 MetricPlace = tuple[Path, str]
@@ -48,12 +48,18 @@ def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
     return list({id(module): module for module in modules if is_metric(module)}.values())
 
 
-def metrics_of(owner: nn.Module) -> list[Metric]:
-    """All metric objects of a module: its own, and those that its layers and callbacks hold or its step reaches."""
+def collections_in(modules: Iterable[nn.Module]) -> list[MetricCollection]:
+    """The collections of metrics among modules."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return [] if torchmetrics is None else [each for each in modules if isinstance(each, torchmetrics.MetricCollection)]
+
+
+def modules_around(owner: nn.Module) -> list[nn.Module]:
+    """A module's own, and those that its layers and callbacks hold or its step reaches."""
     modules = list(owner.modules())
     callbacks = getattr(trainer_of(owner), "callbacks", ())
     held = [within for holder in (*modules, *callbacks) for within in _modules_in(getattr(holder, "__dict__", {}))]
-    return metrics_in([*modules, *held, *Places(owner).all_modules()])
+    return [*modules, *held, *Places(owner).all_modules()]
 
 
 def _modules_in(value: Any, depth: int = 3) -> Iterator[nn.Module]:
@@ -83,8 +89,9 @@ class PipelineMetrics:
         self._patches = patches
         self._source = engine.last_rank
         self._is_known = False
-        self._at_first = metrics_of(owner)
-        self.found(())
+        around = modules_around(owner)
+        self._at_first = metrics_in(around)
+        self.found(around)
 
     def found(self, modules: Iterable[nn.Module]) -> list[Metric]:
         """Return the metrics among modules, and those that there were at first.
@@ -96,6 +103,9 @@ class PipelineMetrics:
             self._is_known = True
             synchronise_by(Way(self._take, self._count), self._patches)
         count_updates_of(metrics, self._patches)
+        if self._engine.num_ranks > 1:  # where one rank alone really updates them, it alone would find some to be alike
+            for collection in collections_in(modules):
+                update_each(collection, self._patches)
         return metrics
 
     def _count(self, num_updates: int) -> tuple[int, bool]:

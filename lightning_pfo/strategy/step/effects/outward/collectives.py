@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from types import CellType, FrameType, ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def collectives_in_steps(
             return instead(ordinary, *args, **{key: value for key, value in kwargs.items() if key != "group"})
 
         if cell is not None:
-            _put_into(cell, call, patches)
+            patches.set_cell(cell, call)
             return
         patches.set(owner, name, call)
         instead_of[id(ordinary)] = call
@@ -139,16 +139,6 @@ def collectives_in_steps(
         for name, value in list(vars(module).items()):
             if id(value) in instead_of:
                 patches.set(module, name, instead_of[id(value)])
-
-
-def _put_into(cell: CellType, function: Callable[..., Any], patches: Patches) -> None:
-    before, cell.cell_contents = cell.cell_contents, function
-
-    def put_back() -> None:
-        if cell.cell_contents is function:
-            cell.cell_contents = before
-
-    patches.callback(put_back)
 
 
 def _module_of(frame: FrameType | None, public: Callable[..., Any]) -> str:
