@@ -188,6 +188,7 @@ class StepOnStages:
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last)
             kept.leave_alone(changes)
+            self.layers.of_step = changes
             if whole is not None:
                 random_state.expect_draws_on_host()
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)

@@ -65,3 +65,21 @@ def test_evaluation_and_later_batches_cost_no_looks():
         watch.look()
     watch.begin((2, 2), looks=True)
     assert not watch.counts
+
+
+@pytest.mark.parametrize("of_step", [False, True])
+@pytest.mark.parametrize("change", [lambda p: p.copy_(p + 1), lambda p: setattr(p, "data", p + 1)])
+def test_parameters_that_layers_change_in_forward_are_named(change, of_step, said):
+    root = Root()
+    root.layer.scale, root.rows = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 2, max_norm=1.0)
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer, "rows": root.rows})
+    watch.begin((2, 2), looks=True)
+    watch.of_step = ["layer.scale"] if of_step else []
+    for index in range(2):
+        with watch.of_microbatch(index), torch.no_grad():
+            root.rows(torch.tensor([0, 1]))
+            if index == 0:
+                change(root.layer.scale)
+    watch.look()
+    assert len(said) == (not of_step)
+    assert all("parameter self.layer.scale in its forward" in text and "on_train_start" in text for text in said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ class LayerWatch:
 
     Attributes:
         means: Numbers of this rank's layers, and whether they grow by the mean over microbatches; else by the sum.
+        of_step: Parameters that the step writes into by itself, as one device does.
     """
 
     def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -55,6 +56,8 @@ class LayerWatch:
         self.means: dict[Place, bool] = {}
         self._looks = False
         self._changed: dict[Place, set[int]] = {}
+        self._written: set[str] = set()
+        self.of_step: Collection[str] = ()
 
     @property
     def counts(self) -> bool:
@@ -95,10 +98,13 @@ class LayerWatch:
     def of_microbatch(self, index: int) -> Iterator[None]:
         """A stage of this rank runs the step on a microbatch, while layers count."""
         before, buffers = self._now(), self._buffer_states() if self._looks else {}
+        parameters = self._parameter_marks() if self._looks else {}
         try:
             yield
         finally:  # an exception ends a stage
             now = self._buffer_states() if self._looks else {}
+            marks = self._parameter_marks() if self._looks else {}
+            self._written |= {name for name, mark in parameters.items() if marks.get(name, mark) != mark}
             for place, state in buffers.items():
                 if now.get(place) != state:
                     self._changed.setdefault(place, set()).add(index)
@@ -128,6 +134,7 @@ class LayerWatch:
             return
         self._batches += 1
         self._look_at_buffers()
+        self._look_at_parameters()
         now = {place: _print_of(value) for place, value in self._attributes().items() if place not in self._shared}
         changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
         if changed:
@@ -153,6 +160,28 @@ class LayerWatch:
                 f"change it in the step or in a hook."
             )
             return
+
+    def _look_at_parameters(self) -> None:
+        name = min(self._written - set(self.of_step), default="")
+        self._written.clear()
+        if name:
+            warn_once(
+                f"A layer changes its parameter self.{name} in its forward, by what it sees: a microbatch, and on one "
+                f"device the whole batch, as layers do that take their first values from the first batch (ActNorm). "
+                f"Let them see a whole batch before: call the model in on_train_start, on all ranks "
+                f"(self.model(x), in training mode), where it runs in one piece. With num_microbatches=1 and "
+                f"schedule='gpipe' all is that of one device."
+            )
+
+    def _parameter_marks(self) -> dict[str, tuple[int, int]]:
+        """Others after a change; of an embedding that limits norms rows change, in any batch alike."""
+        return {
+            f"{name}.{key}": change_mark(parameter)
+            for name, module in self._modules.items()
+            if getattr(module, "max_norm", None) is None
+            for key, parameter in tensors_of(module).parameters.items()
+            if type(parameter) is nn.Parameter
+        }
 
     def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
         """Others after a change, of their `data` too; of batch norms something else is said."""

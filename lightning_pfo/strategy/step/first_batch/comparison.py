@@ -173,7 +173,7 @@ class Comparison:
                 _log.warning(verdict.text)
 
     def _check_later(self, of: StepOnBatch) -> None:
-        """Compare the loss of a later training batch, and warn once: in the first, masks may have been all alike."""
+        """Compare a later training batch, and warn once of its loss: in the first, masks may have been all alike."""
         engine = self._engine
         numbers = engine.all_gather(len(of.parts), everywhere=True)
         if self._runner.batching.joins_microbatches or len(set(numbers)) > 1 or numbers[0] == 1:
@@ -181,49 +181,58 @@ class Comparison:
         self._rehearsal.everywhere = True
         with self._rehearsal.aside():
             said = self._compare_later(of)
-        found = sorted(filter(None, engine.all_gather(said, everywhere=True)))
-        self._looks_later = not found
-        if found and engine.is_speaker:
-            _log.warning(found[0])
+        found = sorted({each for of_rank in engine.all_gather(said, everywhere=True) for each in of_rank}, reverse=True)
+        self._looks_later = not any(each.is_of_loss for each in found)
+        if engine.is_speaker:
+            for each in found[:1] if found and found[0].is_of_loss else found:
+                _log.warning(each.text)
 
-    def _compare_later(self, of: StepOnBatch) -> str:
+    def _compare_later(self, of: StepOnBatch) -> list[_Said]:
         is_second = self._number_trained == _SECOND
         with self._rehearsal.silent(is_second):
-            losses, is_equal, has_run = self._later_losses(of)
+            parts, pairs, is_equal = self._later_pairs(of)
             if is_second and not is_equal and of.rows.divide():
                 self._runner.programs.forget()
-                _, is_equal, _ = self._later_losses(of)
+                *_, is_equal = self._later_pairs(of)
                 if is_equal:
-                    return ""
+                    return []
                 of.rows.give_up()
                 self._runner.programs.forget()
-        if is_second and not has_run:
-            self._later_losses(of)  # says why
+        if is_second and parts is None:
+            self._later_pairs(of)  # says why
         tolerance = self._rehearsal.tolerance()
-        if not losses or not differ(losses, tolerance):
-            return ""
-        said = describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
-        return f"{said} {_STATE}" if is_second else said
+        losses = list(map(_losses_of, pairs))
+        if not is_equal:
+            if not (losses and differ(losses, tolerance)):
+                return []  # those of another replica
+            said = describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
+            return [_Said(False, True, f"{said} {_STATE}" if is_second else said)]
+        check = self._numbers.get(of.source)
+        if check is None or parts is None or is_second:
+            return []
+        if any(self._rehearsal.tell(len(pairs) == 1 and self._differ(check, pairs, tolerance))):
+            self._rehearsal.draw_again(of, parts, pairs, None)
+        unfit = _tried(lambda: check.find_rules([pairs], tolerance)) if pairs else None
+        return [_Said(False, False, describe_numbers(unfit))] if unfit else []
 
-    def _later_losses(self, of: StepOnBatch) -> tuple[list[Losses], bool, bool]:
-        """The losses of a later batch, on the last rank; whether they are equal, and it has run everywhere."""
+    def _later_pairs(self, of: StepOnBatch) -> tuple[Microbatches | None, list[Pair], bool]:
+        """Which microbatches of a later batch were run, what they come to, on the last rank, and are losses equal."""
         by_parts = self._rehearsal.run(of, of.parts, 0)
         run = self._rehearsal.in_one_piece(of, by_parts, self._rehearsal.most() if by_parts else 0)
         if run is None:
-            return [], False, False
+            return None, [], False
         parts, pairs, _ = run
         tolerance = self._rehearsal.tolerance()
         self._labels.choose(of, parts, pairs, partial(_are_other, tolerance=tolerance), number=self._number_trained)
 
         def are_other() -> bool:
-            losses = list(map(_losses_of, pairs))
-            return any(self._rehearsal.tell(bool(losses) and differ(losses, self._rehearsal.tolerance())))
+            return any(self._rehearsal.tell(_are_other(pairs, tolerance=self._rehearsal.tolerance())))
 
         is_other = are_other()
         if is_other:
             self._rehearsal.draw_again(of, parts, pairs, None)
             is_other = are_other()
-        return list(map(_losses_of, pairs)), not is_other, True
+        return parts, pairs, not is_other
 
     def _compare(self, first: StepOnBatch) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
@@ -365,7 +374,7 @@ def _tried(function: Callable[[], T]) -> T | None:
 
 
 def _are_other(pairs: Sequence[Pair], *, tolerance: float) -> bool:
-    return differ(list(map(_losses_of, pairs)), tolerance)
+    return bool(pairs) and differ(list(map(_losses_of, pairs)), tolerance)
 
 
 def _number_unexplained(check: NumberCheck, pairs: Sequence[Pair], *, tolerance: float) -> int:
