@@ -146,6 +146,24 @@ class Numbers(Base):
         self.found += [self.count, float(self.trainer.callback_metrics.get("largest", 0))]
 
 
+class AlikeAtFirst(Base):
+    """Logs the largest of what all samples of the first batches have alike; hooks see that of the latest batches."""
+
+    def train_dataloader(self):
+        lengths = torch.arange(80) % 7
+        lengths[:20] = 6
+        return DataLoader([(X[index % 12], lengths[index].float()) for index in range(80)], batch_size=4)
+
+    def training_step(self, batch, batch_idx):
+        x, lengths = batch
+        self.log("longest", lengths.max())
+        return self.layers(x).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx > 14:  # the sixteenth is compared
+            self.found.append(float(self.trainer.callback_metrics["longest"]))
+
+
 class Derivatives(nn.Module):
     """Most of the weights, and what differentiates them by the input."""
 
@@ -312,7 +330,7 @@ def loader():
 def train(module, devices):
     trainer = make_trainer(devices)
     validated = loader() if isinstance(module, Tied) and module.use == "evaluation" else None
-    trainer.fit(module, loader(), validated)
+    trainer.fit(module, None if isinstance(module, AlikeAtFirst) else loader(), validated)
     return [*module.found, *map(float, trainer.callback_metrics.values())]
 
 
@@ -336,6 +354,7 @@ def equal_to_one_device(devices):
     for use in ("log", "number", "return", "keep", "loss"):
         found[f"late {use}"] = train(UsesWeights(use), devices)
     found |= {f"{use} numbers": train(Numbers(use), devices) for use in ("rare", "zero")}
+    found["alike numbers"] = train(AlikeAtFirst(), devices)
     found["differentiates"] = train(Differentiates(), devices)
     found["couples later"] = train(CouplesLater(), devices)
     for use in ("cells", "in the second dimension"):

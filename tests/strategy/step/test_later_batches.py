@@ -21,7 +21,7 @@ def results(tmp_path_factory):
 
 EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
-NUMBERS = ["rare numbers", "zero numbers"]
+NUMBERS = ["rare numbers", "zero numbers", "alike numbers"]
 STATES = ["cells", "in the second dimension", "rows of one"]
 
 
