@@ -34,6 +34,7 @@ from accelerate.utils import DistributedType, convert_to_fp32  # type: ignore[im
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -149,6 +150,7 @@ def prepare_pipeline(
             a loader was that cannot be adopted, the accelerator uses fp8 or another kind of parallelism, or the model
             cannot be split as asked.
     """
+    _check_arguments(accelerator, model, optimizer, loss_fn)
     check_processes(accelerator)
     _refuse_unsupported(accelerator, model)
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -180,6 +182,22 @@ def prepare_pipeline(
     prepared_optimizer = accelerator.prepare_optimizer(optimizer) if optimizer is not None else None
     prepared_loader = accelerator.prepare_data_loader(dataloader) if dataloader is not None else None
     return pipeline, prepared_optimizer, prepared_loader
+
+
+def _check_arguments(accelerator: Any, model: Any, optimizer: Any, loss_fn: Any) -> None:
+    are_right = {
+        "accelerator": isinstance(accelerator, Accelerator),
+        "model": isinstance(model, nn.Module),
+        "optimizer": optimizer is None or hasattr(optimizer, "param_groups"),
+        "loss_fn": loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, LRScheduler)),
+    }
+    given = {"accelerator": accelerator, "model": model, "optimizer": optimizer, "loss_fn": loss_fn}
+    for name in (name for name, is_right in are_right.items() if not is_right):
+        raise ConfigurationError(
+            f"prepare_pipeline(accelerator, model, optimizer, dataloader, loss_fn) takes these in this order; got a "
+            f"{type(given[name]).__name__} as {name}. Schedulers, further loaders and optimizers are prepared by "
+            f"accelerator.prepare."
+        )
 
 
 def check_processes(accelerator: Accelerator) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.core.wording import listed
 from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
@@ -49,6 +51,21 @@ class ModelCall:
     num_ranks: int
     make_schedule: Callable[[int], PipelineSchedule]
     num_microbatches: int | None
+
+    def check(self, batch: Batch) -> None:
+        """Check that a call has what a loss is made from.
+
+        Raises:
+            ConfigurationError: If there is nothing beside a target.
+        """
+        args, kwargs = batch
+        if self.loss_fn is not None and not (args and (len(args) > 1 or kwargs)):
+            given = listed([*(type(arg).__name__ for arg in args), *(f"{name}=..." for name in kwargs)]) or "nothing"
+            raise ConfigurationError(
+                f"With a loss_fn the call of the model takes its inputs, and last, by position, the target: "
+                f"loss = model(x, y), of which loss_fn is part; got {given}. Outputs without a target: "
+                f"model.predict(x)."
+            )
 
     def loss(self, batch: Batch) -> Any:
         """The loss of a batch, or outputs with it."""

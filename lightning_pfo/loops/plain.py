@@ -252,6 +252,7 @@ class PipelinedModel(ModelState):
         """
         self._refuse_compiled(torch.compiler.is_compiling())
         batch = (args, kwargs)
+        self._call.check(batch)
         if torch.is_grad_enabled():
             inputs = InputsWithGraph(batch)
             if inputs or self.training:

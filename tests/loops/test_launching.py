@@ -48,6 +48,10 @@ def refusals(tmp_path_factory):
         ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
         ("another_order", "LeadsBackError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
+        ("loss_apart", "ConfigurationError", r"last, by position, the target.*got Tensor\..*model\.predict\(x\)"),
+        ("without_accelerator", "ConfigurationError", r"in this order; got a Net as accelerator"),
+        ("scheduler_as_loss", "ConfigurationError", r"got a LambdaLR as loss_fn\. Schedulers.*accelerator\.prepare"),
+        ("loader_as_optimizer", "ConfigurationError", r"got a DataLoader as optimizer"),
         pytest.param(
             "without_cpu",
             "ConfigurationError",

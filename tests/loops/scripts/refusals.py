@@ -85,6 +85,26 @@ def order_of_an_example():
     results["order_of_an_example"] = profiled.description
 
 
+def loss_apart():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4)
+    loss_fn(model(torch.zeros(8, 6)), torch.zeros(8, dtype=torch.long))
+
+
+def without_accelerator():
+    prepare_pipeline(Net(), None, None, loss_fn)
+
+
+def scheduler_as_loss():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    prepare_pipeline(Accelerator(cpu=True), net, optimizer, make_loaders()[0], scheduler)
+
+
+def loader_as_optimizer():
+    prepare_pipeline(Accelerator(cpu=True), Net(), make_loaders()[0], None, loss_fn)
+
+
 def fp8_layers():
     accelerator = Accelerator(cpu=True)
     accelerator.state._mixed_precision = "fp8"  # Accelerate itself refuses it without a GPU
@@ -97,7 +117,7 @@ def without_cpu():
 
 
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
-CASES += (fp8_layers,)
+CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
 
 def main():
