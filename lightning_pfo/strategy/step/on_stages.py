@@ -60,6 +60,7 @@ class StepOnStages:
         rules: What is known of how microbatches come together.
         layers: What layers keep in attributes.
         earlier: What earlier batches have left.
+        has_replicas: Whether there are several replicas.
         skipped: The microbatches that each stage has skipped in the last run.
         differentiates: Whether a training step calls torch.autograd.grad, so that one that is compared needs gradients.
         slopes: Takes gradients of losses where a step is compared; None: they are not looked at.
@@ -80,6 +81,7 @@ class StepOnStages:
         self.engine = engine
         self.owner = owner
         self.batching = batching
+        self.has_replicas = replica_group is not None
         agree = partial(agree_on_trace, hosts=engine.host_group())
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)

@@ -94,6 +94,7 @@ CASES = {
     "none at first": (Named, [0] * BATCH + RAGGED),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
     "replicas": (Named, RAGGED[:16]),
+    "replicas, later": (Named, [0] * BATCH + [0, 1] * 4 + [0] * BATCH + RAGGED * 6),  # one can tell before another
 }
 
 
@@ -103,7 +104,7 @@ def trained(name, folder, num_ranks):
     L.seed_everything(0)
     module = make()
     loader = DataLoader(list(samples(gaps, is_named=make is not Shifted)), batch_size=BATCH)
-    replicas = 2 if name == "replicas" else 1
+    replicas = 2 if name.startswith("replicas") else 1
     devices = {"devices": 1}
     if num_ranks > 1:
         strategy = PfoPipelineStrategy(num_microbatches=4 // replicas, data_parallel_size=replicas)
@@ -125,7 +126,7 @@ def main(folder, num_ranks):
     logging.getLogger("lightning_pfo").addHandler(Note())
     logging.getLogger("lightning_pfo").setLevel(logging.INFO)
     rank = torch.distributed.get_rank() if num_ranks > 1 else 0
-    names = ["replicas"] if num_ranks == 4 else [name for name in CASES if name != "replicas"]
+    names = [name for name in CASES if name.startswith("replicas") == (num_ranks == 4)]
     found = {name: trained(name, folder, num_ranks) for name in names}
     (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(found))
 

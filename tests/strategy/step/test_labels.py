@@ -52,8 +52,9 @@ def test_losses_that_hardly_tell_are_weighed_by_what_their_gradients_tell(one_de
         assert found["mild"]["losses"] == pytest.approx(one_device["mild"]["losses"], rel=2e-3)
 
 
-def test_replicas_decide_together(tmp_path):
+def test_replicas_decide_by_their_own_samples(tmp_path):
     ranks = run_on(4, tmp_path)
-    told = " ".join(ranks[0]["replicas"]["said"])
-    assert "icrobatches count by their labels that are not -100 (batch['labels'])" in told
-    assert OTHER not in told
+    for case in ("replicas", "replicas, later"):
+        told = " ".join(ranks[0][case]["said"])
+        assert "icrobatches count by their labels that are not -100 (batch['labels'])" in told
+        assert OTHER not in told

@@ -147,6 +147,17 @@ class Comparison:
         self._compare_now(of, everywhere=False, is_late=True)
 
     def _compare_now(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
+        if everywhere or first.kind != "train" or not self._runner.has_replicas:
+            self._compare_by(first, everywhere=everywhere, is_late=is_late)
+            return
+        # one replica alone does so: when all compare together, all have to agree on
+        agreed = dict(self._tries), set(self._untold), self._looks_later, self._leaves_something
+        try:
+            self._compare_by(first, everywhere=False, is_late=is_late)
+        finally:
+            self._tries, self._untold, self._looks_later, self._leaves_something = agreed
+
+    def _compare_by(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
         engine, kind, source = self._engine, first.kind, first.source
         self._rehearsal.everywhere = everywhere
         said: list[_Said] = []

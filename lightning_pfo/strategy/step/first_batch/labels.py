@@ -76,15 +76,18 @@ class LabelChoice:
             What else was run to find out, on the last rank.
         """
         rules, tell = self._rules, self._rehearsal.tell
-        is_known = rules.knows_labels(of.source)
+        before = rules.labels(of.source)
+        # replicas may have found out by themselves, each by other samples
+        known = tell((rules.knows_labels(of.source), before))
+        is_known = all(is_known for is_known, _ in known)
         if self._batching.microbatch_weight != "auto" or not any(
             tell(bool(pairs) and (not is_known or distance(pairs) > 0))
         ):
             return []
         found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels) if pairs else []
-        before = rules.labels(of.source)
-        candidates = list(dict.fromkeys((before, *(labels for each in tell(found) for labels in each), None)))
-        if len(candidates) == 1:
+        told = [labels for each in tell(found) for labels in each]
+        candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
+        if candidates == [None]:
             return []
         tried = [self._tried(of, parts, pairs, candidates, distance)]
         if not is_known:
@@ -93,9 +96,10 @@ class LabelChoice:
         best = min(range(len(distances)), key=distances.__getitem__, default=0)
         for each in tried:
             each.weigh(best)
-        if best or (distances and max(distances) > distances[best] == 0):
+        is_other = candidates[best] != before
+        if is_other or (distances and max(distances) > distances[best] == 0):
             rules.weigh_by(of.source, candidates[best])
-        if best and self._engine.is_speaker:
+        if is_other and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number))
         return [pair for others in tried[1:] for pair in others.pairs]
 
