@@ -28,7 +28,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
-from lightning_pfo.strategy.step.batches.weights import has_gaps
+from lightning_pfo.strategy.step.batches.weights import integers_of
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.fetching import batch_of, fetching, loader_of
@@ -84,8 +84,8 @@ class StepStrategy(CheckpointStrategy):
     _first_size: int | None = None
     _first_loaders: Sequence[Any] = ()
     _sizes: tuple[Any, Collection[int]] = (None, ())
-    _has_gaps: bool | None = None
-    _noticed_gaps: bool | None = None
+    _integers: Sequence[Any] | None = None
+    _next_integers: Sequence[Any] | None = None
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -226,8 +226,8 @@ class StepStrategy(CheckpointStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; its labels are looked at before, as nobody need wait for them there."""
-        self._noticed_gaps = has_gaps(batch, waits=False)
+        """Move a batch; what may be labels is kept as it is, as nobody need wait for it there."""
+        self._next_integers = integers_of(batch, waits=False)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
@@ -265,7 +265,7 @@ class StepStrategy(CheckpointStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch_idx = self._module().trainer.fit_loop.batch_idx
         self.meet(f"training step of batch {batch_idx}")
-        self._has_gaps, self._noticed_gaps = self._noticed_gaps, None
+        self._integers, self._next_integers = self._next_integers, None
         batch, rest = batch_of(args)
         if self._num_microbatches is None:
             self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch, self.mesh.num_ranks))
@@ -317,7 +317,7 @@ class StepStrategy(CheckpointStrategy):
 
     def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
         self.meet(f"{kind} step number {self._evaluated}")
-        self._has_gaps, self._noticed_gaps = self._noticed_gaps, None
+        self._integers, self._next_integers = self._next_integers, None
         batch, rest = batch_of(args)
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1

@@ -256,7 +256,7 @@ class PfoPipelineStrategy(StepStrategy):
             loss_over,
             has_several_loaders=self._trains_side_by_side,
             expected=self._expected_sizes,
-            has_gaps=partial(getattr, self, "_has_gaps"),
+            integers=partial(getattr, self, "_integers"),
         )
         self._check_loss = check_loss
         self._batch_norm = batch_norm

@@ -40,7 +40,7 @@ class Batching:
         shifted_labels: Whether the first label of each sequence has no part in the loss.
         has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
         expected: Says which sizes the loaders say that their batches have; see `reading`.
-        has_gaps: Says whether some labels of the present batch are -100; None: nobody has looked at it on the host.
+        integers: Gives what may be labels in the present batch, as it was on the host; None: nobody knows.
 
     Raises:
         ConfigurationError: If a setting has another form.
@@ -53,7 +53,7 @@ class Batching:
     shifted_labels: bool = False
     has_several_loaders: Callable[[], bool] = bool
     expected: Callable[[], Collection[int]] = tuple
-    has_gaps: Callable[[], bool | None] = _nobody_knows
+    integers: Callable[[], Sequence[Any] | None] = _nobody_knows
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,17 +133,20 @@ def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]
     return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
 
 
-def has_gaps(batch: Any, *, waits: bool) -> bool:
-    """Whether some labels of a batch may be -100.
+def integers_of(batch: Any, *, waits: bool) -> list[Any]:
+    """What may be labels in a batch.
 
     Args:
         batch: The batch.
-        waits: Whether tensors on other devices than the CPU, which have to be waited for, are looked at too.
+        waits: Whether tensors on other devices than the CPU, for whose values one has to wait, are among them.
     """
-    return any(
-        _are_integers(leaf) and (waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu") and _has_gaps(leaf)
-        for _, leaf in leaves_of(batch)
-    )
+    leaves = [leaf for _, leaf in leaves_of(batch) if _are_integers(leaf)]
+    return [leaf for leaf in leaves if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"]
+
+
+def have_gaps(leaves: Iterable[Any]) -> bool:
+    """Whether some of these labels are -100."""
+    return any(map(_has_gaps, leaves))
 
 
 def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:

@@ -11,7 +11,8 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.weights import (
     Labels,
-    has_gaps,
+    have_gaps,
+    integers_of,
     is_divided_by_items,
     labels_with_gaps,
     shares_of,
@@ -53,8 +54,8 @@ class KnownRules:
         is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
         if source in self._labels or not is_open or len(parts) == 1:
             return False
-        noticed = batching.has_gaps()
-        if not (has_gaps(of.batch, waits=of.kind != "train") if noticed is None else noticed):
+        noticed = batching.integers()
+        if not have_gaps(integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed):
             return False
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels)
