@@ -116,6 +116,8 @@ class Comparison:
         self._compare_now(first, everywhere=everywhere, is_late=is_late)
         if is_telling:
             self._asked[source] = self._number_trained
+            if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
+                self._runner.rules.weigh_by(source, None)
 
     def _may_tell(self, source: Source) -> bool:
         """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
