@@ -395,6 +395,10 @@ class PipelinedModel(ModelState):
         self.patches.close()
         explain_missing_values(None)
 
+    def types_have_changed(self) -> None:
+        """Values between stages have other types too: steps are traced again."""
+        self._pipeline.runner.programs.forget()
+
     def __getattr__(self, name: str) -> Any:
         """What is not the pipeline's own is the module's, such as `config`."""
         try:

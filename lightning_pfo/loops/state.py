@@ -65,8 +65,9 @@ class ModelState(ModuleWithPlaceholders):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise ConfigurationError(
-            "A model on a pipeline is one with its processes, and is not copied. Copy (or average, by AveragedModel) "
-            "what this rank holds of your own module, model.module; gather_module() gives a whole one on rank 0."
+            "A model on a pipeline is one with its processes, and is not copied. Copy what this rank holds of your own "
+            "module, model.module; gather_module() gives a whole one on rank 0. An average of its weights, "
+            "AveragedModel(model.module), is made and updated within `with model.whole_parameters():`, on every rank."
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ def seen(tmp_path_factory):
         "loss_over_items_of_several_batches",
         "outputs_and_attributes",
         "attributes_that_loops_set",
+        "another_type_afterwards",
         "local_sgd",
         "saved_for_others",
         "inputs_with_a_graph",

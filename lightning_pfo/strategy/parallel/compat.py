@@ -383,10 +383,28 @@ def forget_compiled(module: nn.Module) -> None:
 
 
 class ModuleWithPlaceholders(nn.Module):
-    """A module whose `to`, `cuda`, `bfloat16` leave tensors on the meta device as they are."""
+    """A module whose `to`, `cuda`, `bfloat16` leave tensors on the meta device there, in the type that all get."""
+
+    def types_have_changed(self) -> None:
+        """Tensors have other types from now on."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        return super()._apply(lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+        changes = False
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal changes
+            if not tensor.is_meta:
+                found = fn(tensor)
+            else:
+                dtype = fn(torch.empty(0, dtype=tensor.dtype)).dtype
+                found = tensor if dtype == tensor.dtype else tensor.to(dtype)
+            changes = changes or found.dtype != tensor.dtype
+            return found
+
+        applied = super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        if changes:
+            self.types_have_changed()
+        return applied
 
 
 Recompute = Callable[..., Generator[None, None, None]]

@@ -188,6 +188,23 @@ class Scaled(NetWithLoss):
         return outputs | {"loss": self.factor * outputs["loss"] + self.shift}
 
 
+def another_type_afterwards():
+    """Token ids do not tell that values between stages have another type."""
+    accelerator, model = make_accelerator(), make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, seen = {"input_ids": IDS, "labels": IDS}, []
+    model, optimizer, _ = prepare(accelerator, model, optimizer, example_batch=batch)
+    for dtype in (torch.float32, torch.float64):
+        model = model.to(dtype)
+        for _ in range(2):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+    return seen
+
+
 def attributes_that_loops_set():
     set_seed(5)
     accelerator, model = make_accelerator(), Scaled()
@@ -427,6 +444,7 @@ LOOPS = (
     loss_over_items_of_several_batches,
     outputs_and_attributes,
     attributes_that_loops_set,
+    another_type_afterwards,
     prepared_later,
     local_sgd,
     saved_for_others,
