@@ -185,17 +185,18 @@ def prepare_pipeline(
 
 
 def _check_arguments(accelerator: Any, model: Any, optimizer: Any, loss_fn: Any) -> None:
-    are_right = {
-        "accelerator": isinstance(accelerator, Accelerator),
-        "model": isinstance(model, nn.Module),
-        "optimizer": optimizer is None or hasattr(optimizer, "param_groups"),
-        "loss_fn": loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, LRScheduler)),
+    given = {
+        "accelerator": (accelerator, isinstance(accelerator, Accelerator)),
+        "model": (model, isinstance(model, nn.Module)),
+        "optimizer": (optimizer, optimizer is None or hasattr(optimizer, "param_groups")),
+        "loss_fn": (loss_fn, loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, LRScheduler))),
     }
-    given = {"accelerator": accelerator, "model": model, "optimizer": optimizer, "loss_fn": loss_fn}
-    for name in (name for name, is_right in are_right.items() if not is_right):
+    for name, (value, is_right) in given.items():
+        if is_right:
+            continue
         raise ConfigurationError(
             f"prepare_pipeline(accelerator, model, optimizer, dataloader, loss_fn) takes these in this order; got a "
-            f"{type(given[name]).__name__} as {name}. Schedulers, further loaders and optimizers are prepared by "
+            f"{type(value).__name__} as {name}. Schedulers, further loaders and optimizers are prepared by "
             f"accelerator.prepare."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class LossOutput(dict[str, Any]):
     def converted(self, convert: Callable[[Any], Any]) -> LossOutput:
         """The same with other outputs converted."""
         fetch = self._fetch
-        return LossOutput(self._held(), names=self._names, fetch=fetch and (lambda name: convert(fetch(name))))
+        return LossOutput(dict.items(self), names=self._names, fetch=fetch and (lambda name: convert(fetch(name))))
 
     @property
     def loss(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class LossOutput(dict[str, Any]):
         return key in self._names or super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names or list(super().keys()))
+        return iter(self._names) if self._names else super().__iter__()
 
     def __len__(self) -> int:
         return len(self._names) or super().__len__()
@@ -96,20 +96,7 @@ class LossOutput(dict[str, Any]):
         """An output, or the default where there is none of that name."""
         return self[key] if key in self else default  # noqa: SIM401 - which is this method
 
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        """The names of all outputs."""
-        return KeysView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """All outputs."""
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """All outputs, with their names."""
-        return ItemsView(self)
-
-    def _held(self) -> dict[str, Any]:
-        return {name: self[name] for name in super().keys()}  # noqa: SIM118 - not all names
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]  # all, not those held
 
 
 class EvaluationOutputs:

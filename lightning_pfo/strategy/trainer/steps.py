@@ -261,11 +261,15 @@ class StepStrategy(CheckpointStrategy):
             self._sizes = (loaders, declared_sizes(loaders))
         return self._sizes[1]
 
+    def _begin(self, what: str) -> None:
+        """All ranks come to a step, whose batch is the one that was moved last, if it was."""
+        self.meet(what)
+        self._integers, self._next_integers = self._next_integers, None
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch_idx = self._module().trainer.fit_loop.batch_idx
-        self.meet(f"training step of batch {batch_idx}")
-        self._integers, self._next_integers = self._next_integers, None
+        self._begin(f"training step of batch {batch_idx}")
         batch, rest = batch_of(args)
         if self._num_microbatches is None:
             self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch, self.mesh.num_ranks))
@@ -316,8 +320,7 @@ class StepStrategy(CheckpointStrategy):
             return self._evaluate("predict", args, _GATHERED[self._gather])
 
     def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
-        self.meet(f"{kind} step number {self._evaluated}")
-        self._integers, self._next_integers = self._next_integers, None
+        self._begin(f"{kind} step number {self._evaluated}")
         batch, rest = batch_of(args)
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1
