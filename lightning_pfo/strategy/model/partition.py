@@ -179,7 +179,7 @@ def describe_partition(
     """Say what each stage has, and how unequal the stages are.
 
     Args:
-        name: What is divided.
+        name: What is divided; empty: the whole module.
         boundaries: The partition.
         parameters: Those that each stage uses.
         placement: Rank of every stage.
@@ -187,7 +187,8 @@ def describe_partition(
         saved_bytes: What each stage keeps of a microbatch for its backward.
     """
     times = [sum(times_s[start:stop]) for start, stop in pairwise(boundaries)] if times_s else []
-    lines = [f"{name!r} runs in {counted(len(placement), 'stage')}:"]
+    what = repr(name) if name else "the module"
+    lines = [f"{what} runs in {counted(len(placement), 'stage')}:"]
     for stage, (start, stop) in enumerate(pairwise(boundaries)):
         where = "" if placement[stage] == stage else f" on rank {placement[stage]}"
         time = f", {times[stage] * 1e3:,.1f} ms" if times else ""

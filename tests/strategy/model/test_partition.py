@@ -68,6 +68,7 @@ def test_the_description_says_what_each_stage_has_and_how_unequal_they_are():
     assert "stage 1: layers 1-3, 1,500 parameters (6 kB), 40.0 ms, keeps 20 B of a microbatch" in text
     assert "2.00 by parameters, 4.00 by measured time" in text
     assert "stage 1 on rank 0" in describe_partition("model", (0, 1, 2), [Amount(1, 4), Amount(0, 0)], [0, 0])
+    assert describe_partition("", (0, 1), [Amount(1, 4)], [0]).startswith("the module runs in 1 stage:")
 
 
 @pytest.mark.parametrize(

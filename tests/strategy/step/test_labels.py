@@ -54,7 +54,7 @@ def test_losses_that_hardly_tell_are_weighed_by_what_their_gradients_tell(one_de
 
 def test_replicas_decide_by_their_own_samples(tmp_path):
     ranks = run_on(4, tmp_path)
-    for case in ("replicas", "replicas, later"):
+    for case in (name for name in ranks[0] if name.startswith("replicas")):
         told = " ".join(ranks[0][case]["said"])
-        assert "icrobatches count by their labels that are not -100 (batch['labels'])" in told
+        assert "Microbatches count by their labels that are not -100 (batch['labels']) in train steps." in told
         assert OTHER not in told

@@ -100,8 +100,7 @@ class Comparison:
         self._number_trained += kind == "train"
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
-        # training steps are compared on all replicas together, so that one of them cannot ask for it
-        is_telling = not self._divided and self._may_tell(source) and self._runner.rules.tells_of_labels(first)
+        is_telling = self._may_tell(source) and self._tells_of_labels(first)
         if is_late and source in self._untold and self._number[source] in _AGAIN:
             self._tries[source] = 1
         is_second = self._leaves_something and self._number_trained == _SECOND
@@ -123,6 +122,14 @@ class Comparison:
         """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
         asked, is_training = self._asked.get(source), source[0] == "train"
         return asked is None or self._number_trained >= asked + (max(asked, 1) if is_training else 1)
+
+    def _tells_of_labels(self, of: StepOnBatch) -> bool:
+        """Whether labels of a batch can tell what they count; those of one replica where layers are divided."""
+        is_telling = self._runner.rules.tells_of_labels(of)
+        if not self._divided or not self._runner.rules.asks_for_labels(of.source):
+            return is_telling
+        told = self._engine.all_gather((is_telling, len(of.parts)), everywhere=True)
+        return any(is_telling for is_telling, _ in told) and len({number for _, number in told}) == 1
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """Whether a batch that was not compared has called, left or logged what none has before, so that it is to be.

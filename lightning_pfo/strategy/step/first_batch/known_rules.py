@@ -48,11 +48,16 @@ class KnownRules:
         """Whether somebody has found out if losses and numbers are means over labels or over samples."""
         return source in self._labels
 
+    def asks_for_labels(self, source: Source) -> bool:
+        """Whether nobody knows yet if numbers are means over labels or over samples, where that is to be found out."""
+        batching = self._batching
+        is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
+        return is_open and source not in self._labels
+
     def tells_of_labels(self, of: StepOnBatch) -> bool:
         """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
-        batching, source, parts = self._batching, of.source, of.parts
-        is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
-        if source in self._labels or not is_open or len(parts) == 1:
+        batching, parts = self._batching, of.parts
+        if len(parts) == 1 or not self.asks_for_labels(of.source):
             return False
         noticed = batching.integers()
         if not have_gaps(integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed):
