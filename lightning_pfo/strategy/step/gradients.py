@@ -7,9 +7,10 @@ loss division and the hooks around backward work as they are, in loops of users'
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ from lightning_pfo.strategy.parallel.reductions import (
     in_type,
     sum_shared_gradients,
 )
+
+_LAST_OPERATIONS = 32
+"""So many tell how a loss is made: those of its layers are no more of interest, and all would take long to look at."""
 
 
 def do_nothing() -> None:
@@ -204,6 +208,20 @@ def loss_of(result: Any) -> torch.Tensor:
             f"got {_describe(result)}."
         )
     return loss.reshape(()) if loss.dim() else loss
+
+
+def way_of(loss: torch.Tensor) -> int:
+    """How a loss is made, by its last operations: another number is another way, such as a sum for a mean."""
+    if loss.grad_fn is None:
+        return 0
+    operations, seen = [loss.grad_fn], {loss.grad_fn}
+    for operation in operations:
+        new = (before for before, _ in operation.next_functions if before is not None and before not in seen)
+        for before in islice(new, _LAST_OPERATIONS - len(operations)):
+            seen.add(before)
+            operations.append(before)
+    names = [f"{each.name()} {getattr(each, '_saved_reduction', '')}" for each in operations]
+    return zlib.crc32(" ".join(names).encode()) or 1
 
 
 def to_be_differentiated(loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None) -> torch.Tensor:

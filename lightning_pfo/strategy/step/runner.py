@@ -42,6 +42,7 @@ from lightning_pfo.strategy.step.gradients import (
     kept_of,
     loss_of,
     to_be_differentiated,
+    way_of,
 )
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
@@ -59,6 +60,10 @@ Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
 Outputs = Literal["all", "first", "last", "nobody"]
 """Which ranks are to have what a step returned: all, the first, or the one that knows it."""
+
+
+class _WeighedOtherwiseError(Exception):
+    """A batch was run by weights that do not suit its loss; others are known now."""
 
 
 class StepRunner:
@@ -233,12 +238,17 @@ class StepRunner:
                 raise error from None
 
     def _following(self, of: StepOnBatch, run: Callable[[], T]) -> T:
-        """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace."""
+        """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace.
+
+        Once more, too, if it has told only then what its microbatches count by.
+        """
         try:
             return run()
         except DeviationError:
             if of.programs is not None or not self.programs.follow(of.kind):
                 raise
+            return run()
+        except _WeighedOtherwiseError:
             return run()
 
     @contextmanager
@@ -342,9 +352,10 @@ class StepRunner:
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         shape: tuple[int, ...] = ()
+        way = 0
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal shape
+            nonlocal shape, way
             if not train or result is None:
                 # only what somebody wants is kept: it may be large
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -352,8 +363,12 @@ class StepRunner:
                 return torch.zeros(())
             loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
+            if not way and whole is None:
+                way = way_of(loss)
+                if stages.rules.labels(of.source, way) != stages.rules.labels(of.source):
+                    recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
-            return to_be_differentiated(loss, weights[index], loss_scale)
+            return to_be_differentiated(loss, recorder.weights[index], loss_scale)
 
         error: Exception | None = None
         stages.earlier.begin(kind)
@@ -366,7 +381,7 @@ class StepRunner:
             run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
             with stages.rules.looking(of, run, engine.seed) as rules:
                 found = run.merged(rules, is_sent=engine.num_ranks > 1)
-            return found | {"skipped": sorted(skipped[-1]), "shape": shape}
+            return found | {"skipped": sorted(skipped[-1]), "shape": shape, "way": way}
 
         try:
             if of.by_units:
@@ -390,10 +405,15 @@ class StepRunner:
         shared: dict[str, Any] = exchange.share(outcome, error)
         stages.layers.end(engine.all_gather)
         if shared["news"]:
+            before = stages.rules.labels(of.source)
             self._first_looks.look_at_news(of)
+            # replicas would have to do so together
+            if train and not stages.has_replicas and stages.rules.labels(of.source) != before:
+                raise _WeighedOtherwiseError
             outcome = merged() if engine.is_last else {}
             apart = outcome.pop("output", None) if outputs in ("first", "last") else None
             shared = exchange.share(outcome)
+        stages.rules.ran(of.source, shared["way"])
         if outputs in ("first", "last"):
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(skipped, shared["skipped"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -68,6 +68,25 @@ class OfSamples(Named):
         return (each / (labels != -100).sum(1).clamp(min=1)).mean()
 
 
+class Alternating(Named):
+    """Has means over samples and over labels by turns; its steps keep nothing."""
+
+    def training_step(self, batch, batch_idx):
+        x, labels = self.parts_of(batch)
+        return self.loss(x, labels) if batch_idx % 2 else self.layers(x)[:, 0].square().mean()
+
+    def on_train_batch_end(self, outputs, *_):
+        self.losses.append(float(outputs["loss"]))
+
+
+class Changing(Alternating):
+    """Has a sum from the second epoch on."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(self.parts_of(batch)[0])
+        return mse_loss(x, torch.zeros_like(x), reduction="sum" if self.current_epoch else "mean")
+
+
 class Mild(Named):
     """Has losses that are hardly larger or smaller, whatever labels are there, in a type of few digits."""
 
@@ -95,9 +114,12 @@ CASES = {
     "of samples": (OfSamples, RAGGED),
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
+    "alternating": (Alternating, RAGGED * 2),
+    "changing": (Changing, RAGGED),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, later": (Named, LATER),
+    "replicas, alternating": (Alternating, RAGGED * 4),
     "replicas, divided": (Named, LATER),
 }
 

@@ -25,7 +25,7 @@ def ranks(tmp_path_factory):
     return run_on(2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", ["named", "shifted", "of samples", "alike at first", "none at first"])
+@pytest.mark.parametrize("case", ["named", "shifted", "of samples", "alike at first", "none at first", "alternating"])
 def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
     for found in ranks:
         assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
@@ -52,9 +52,23 @@ def test_losses_that_hardly_tell_are_weighed_by_what_their_gradients_tell(one_de
         assert found["mild"]["losses"] == pytest.approx(one_device["mild"]["losses"], rel=2e-3)
 
 
+def test_losses_of_two_kinds_have_their_own_weights(ranks):
+    said = [text for text in ranks[0]["alternating"]["said"] if "train" in text]
+    assert len(said) == 1
+    assert "with a loss that is made as this batch's is" in said[0]
+
+
+def test_a_loss_that_becomes_a_sum_is_told_with_its_first_batch(ranks):
+    (said,) = (text for text in ranks[0]["changing"]["said"] if OTHER in text)
+    assert said.startswith("The loss of batch 4 is ")
+    assert "so the loss is a sum" in said
+
+
 def test_replicas_decide_by_their_own_samples(tmp_path):
     ranks = run_on(4, tmp_path)
-    for case in (name for name in ranks[0] if name.startswith("replicas")):
+    (said,) = (text for text in ranks[0]["replicas, alternating"]["said"] if "as this batch's" in text)
+    assert "others before with such a loss, may have counted otherwise" in said
+    for case in ranks[0].keys() - {"replicas, alternating"}:
         told = " ".join(ranks[0][case]["said"])
         assert "Microbatches count by their labels that are not -100 (batch['labels']) in train steps." in told
         assert OTHER not in told

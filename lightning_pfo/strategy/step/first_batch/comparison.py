@@ -30,7 +30,7 @@ T = TypeVar("T")
 _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
 _NEWS = 4
-"""So many later ones, in which something is left or logged that was not before."""
+"""So many later ones, in which something is left or logged that was not before; so many whose loss is made anew."""
 _LATER = frozenset(4**power for power in range(2, 16))
 """Numbers of the training batches whose loss is compared again: 16, 64, 256 and so on."""
 
@@ -83,9 +83,10 @@ class Comparison:
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
         self._is_compared = False
+        self._has_run = False
         self._are_slopes_known = False
         self._places: dict[Source, set[Any]] = {}
-        self._news: defaultdict[Source, int] = defaultdict(lambda: _NEWS)
+        self._news: defaultdict[tuple[Source, bool], int] = defaultdict(lambda: _NEWS)
 
     def check(self, first: StepOnBatch) -> None:
         """Compare for one batch, if it is one of the first of its kind and loader.
@@ -132,7 +133,9 @@ class Comparison:
         return any(is_telling for is_telling, _ in told) and len({number for _, number in told}) == 1
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
-        """Whether a batch that was not compared has called, left or logged what none has before, so that it is to be.
+        """Whether a batch that was not compared is to be: it has called, left or logged what none has before.
+
+        Or its loss is made in another way.
 
         Args:
             of: The batch.
@@ -141,19 +144,26 @@ class Comparison:
         """
         places = {*outcome["changes"], *(name for name, *_ in outcome["logged"]), *([units] if units else ())}
         known = self._places.setdefault(of.source, set())
-        if places <= known:
+        new = {*places, outcome["way"]} - known
+        if not new:
             return False
-        known |= places
+        known |= new
         is_one = of.phase or of.by_units or len(of.parts) == 1
         is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
-        if self._is_compared or self._divided or is_one or not self._news[of.source]:
+        # ways of random layers are many, and must not keep others from being looked at
+        kind = of.source, new == {outcome["way"]}
+        if self._is_compared or self._divided or is_one or not self._news[kind]:
             return False
-        self._news[of.source] -= 1
+        self._news[kind] -= 1
         return True
 
     def check_news(self, of: StepOnBatch) -> None:
         """Compare a batch that was run already; a collective call of the pipeline, of each replica by itself."""
-        self._compare_now(of, everywhere=False, is_late=True)
+        self._has_run = True
+        try:
+            self._compare_now(of, everywhere=False, is_late=True)
+        finally:
+            self._has_run = False
 
     def _compare_now(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
         if everywhere or first.kind != "train" or not self._runner.has_replicas:
@@ -281,7 +291,9 @@ class Comparison:
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
             distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
-            others = self._labels.choose(first, parts, pairs, distance)
+            has_counted = self._has_run and is_training and self._runner.has_replicas
+            number = self._number_trained if has_counted else 0
+            others = self._labels.choose(first, parts, pairs, distance, number)
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
         is_other = bool(losses) and differ(losses, tolerance)
         if check is not None:

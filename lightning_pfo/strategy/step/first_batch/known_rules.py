@@ -35,14 +35,32 @@ class KnownRules:
         self._batching = batching
         self._rules: dict[Source, Rules] = {}
         self._labels: dict[Source, Labels | None] = {}
+        self._of_ways: dict[tuple[Source, int], Labels | None] = {}
+        self._was_found: set[Source] = set()
 
     def of(self, source: Source) -> Rules:
         """What is known of what a kind of step leaves with the batches of a loader."""
         return self._rules.setdefault(source, Rules())
 
-    def labels(self, source: Source) -> Labels | None:
-        """The labels that losses and numbers were found to be means over; None: none, or nobody knows yet."""
-        return self._labels.get(source)
+    def labels(self, source: Source, way: int = 0) -> Labels | None:
+        """The labels that losses and numbers were found to be means over; None: none, or nobody knows yet.
+
+        Args:
+            source: The step and the loader.
+            way: How the loss is made, see `way_of`; a step may have several. 0: as in the last batch that told.
+        """
+        is_told = source in self._was_found  # by this batch
+        return self._labels.get(source) if is_told else self._of_ways.get((source, way), self._labels.get(source))
+
+    def ran(self, source: Source, way: int) -> None:
+        """Keep in mind what a batch has told of losses that are made as its own."""
+        if way and source in self._labels and (source in self._was_found or (source, way) not in self._of_ways):
+            self._of_ways[source, way] = self._labels[source]
+        self._was_found.discard(source)
+
+    def has_chosen(self, source: Source, labels: Labels | None) -> bool:
+        """Whether some losses of a step are known to be means over these labels; None: over samples."""
+        return any(of == source and chosen == labels for (of, _), chosen in self._of_ways.items())
 
     def knows_labels(self, source: Source) -> bool:
         """Whether somebody has found out if losses and numbers are means over labels or over samples."""
@@ -69,10 +87,11 @@ class KnownRules:
     def weigh_by(self, source: Source, labels: Labels | None) -> None:
         """Let microbatches count by their labels from now on; None: by what was said."""
         self._labels[source] = labels
+        self._was_found.add(source)
 
-    def weights(self, source: Source, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
-        """How much each microbatch counts in the loss of its batch, and in numbers that are logged."""
-        return self.weights_by(self.labels(source), parts, sizes)
+    def weights(self, source: Source, parts: Sequence[Any], sizes: Sequence[int], way: int = 0) -> tuple[float, ...]:
+        """How much each microbatch counts in the loss of its batch, and in numbers that are logged; see `labels`."""
+        return self.weights_by(self.labels(source, way), parts, sizes)
 
     def weights_by(self, labels: Labels | None, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much they count by these labels; None, or where a batch has none of them: by what was said."""

@@ -70,7 +70,7 @@ class LabelChoice:
             parts: The microbatches that were run.
             pairs: What has come of them, on the last rank; it is weighed anew.
             distance: How far from one device that is.
-            number: That of a batch before which others may have had wrong weights; 0: they had not.
+            number: That of a batch before which, or in which, others may have had wrong weights; 0: they had not.
 
         Returns:
             What else was run to find out, on the last rank.
@@ -97,10 +97,11 @@ class LabelChoice:
         for each in tried:
             each.weigh(best)
         is_other = candidates[best] != before
+        is_news = is_other and not rules.has_chosen(of.source, candidates[best])
         if is_other or (distances and max(distances) > distances[best] == 0):
             rules.weigh_by(of.source, candidates[best])
-        if is_other and self._engine.is_speaker:
-            _log.log(*_told_of(of.kind, candidates[best], number))
+        if is_news and self._engine.is_speaker:
+            _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
         return [pair for others in tried[1:] for pair in others.pairs]
 
     def _tried_with_fewer(
@@ -159,9 +160,16 @@ def _are_copies(labels: Sequence[Labels], batch: Any, of: Any) -> bool:
     return all(ours.get(each.path) is not theirs.get(each.path, ours) for each in labels)
 
 
-def _told_of(kind: str, labels: Labels | None, number: int) -> tuple[int, str]:
+def _told_of(kind: str, labels: Labels | None, number: int, *, is_another: bool) -> tuple[int, str]:
     """What is said of other weights, and how urgently: batches before may have had those of others."""
     by = "samples" if labels is None else f"labels that are not {IGNORED_LABEL} ({labels})"
+    if is_another:
+        told = (
+            f"Microbatches count by their {by} in {kind} steps with a loss that is made as this batch's is; others go "
+            f"on as they were."
+        )
+        late = f" Batch {number}, and others before with such a loss, may have counted otherwise."
+        return (logging.WARNING, told + late) if number else (logging.INFO, told)
     if not number:
         return logging.INFO, f"Microbatches count by their {by} in {kind} steps."
     return logging.WARNING, (
