@@ -223,7 +223,7 @@ class Stage:
         inputs, outputs = self._in_flight.pop(microbatch)
         with _NotingFailures(self):
             _backward(outputs, gradients)
-        return self._gradients_of(inputs, microbatch)
+        return self._gradients_of(inputs, microbatch, is_skipped=not outputs)
 
     def _input_gradient(self, microbatch: int, gradients: Tensors) -> Tensors:
         inputs, outputs = self._in_flight.pop(microbatch)
@@ -233,22 +233,22 @@ class Stage:
         if differentiable and outputs:
             with _NotingFailures(self):
                 self._weight_gradients[microbatch] = backward_of_inputs(outputs, gradients, differentiable)
-        return self._gradients_of(inputs, microbatch)
+        return self._gradients_of(inputs, microbatch, is_skipped=not outputs)
 
-    def _gradients_of(self, inputs: Tensors, microbatch: int) -> Tensors:
+    def _gradients_of(self, inputs: Tensors, microbatch: int, *, is_skipped: bool) -> Tensors:
         """The gradients that the stage before waits for; zeros where an input was not used."""
         program = self.programs[microbatch]
         if not inputs:
             return ()
-        if id(program) not in self._differentiated:
-            self._differentiated[id(program)] = (program, set())
-        found, gradients = self._differentiated[id(program)][1], []
+        found, gradients = set[int](), []
         for label, tensor in zip(program.received, inputs, strict=True):
             gradient = tensor.grad
             if gradient is not None:
                 found.add(label)
             if program.has_gradient(label, sent=False):
                 gradients.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+        if not is_skipped:
+            self._differentiated.setdefault(id(program), (program, set()))[1].update(found)
         return tuple(gradients)
 
     def end(self) -> None:
@@ -258,7 +258,7 @@ class Stage:
         deviated: what computes them would lack gradients, or have zeros where it has none.
         """
         for program, found in self._differentiated.values():
-            if found and (found & program.undifferentiated or program.differentiated - found):
+            if found & program.undifferentiated or program.differentiated - found:
                 self.failure = self.failure or deviates()
             program.differentiated.update(found)
         self._differentiated.clear()

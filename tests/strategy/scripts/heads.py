@@ -25,24 +25,27 @@ CASES = {
     "whole batch": (LATER, {"schedule": "gpipe", "loss_over": "batch"}, {}),
     "replicas": (LATER, {"data_parallel_size": 2}, {}),
     "changed in place": (NEVER, {}, {"in_place": True}),
+    "cut later": (NEVER, {}, {"cut": (2, 3)}),
 }
 if torch.__version__ >= OLDEST_FSDP["cpu"]:
     CASES["divided"] = (LATER, {"data_parallel_size": 2, "fully_shard": "zero2"}, {})
 
 
 class Model(L.LightningModule):
-    def __init__(self, counted, in_dict=False, in_place=False):
+    def __init__(self, counted, in_dict=False, in_place=False, cut=()):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(8))
-        self.counted, self.in_dict, self.in_place = counted, in_dict, in_place
+        self.counted, self.in_dict, self.in_place, self.cut = counted, in_dict, in_place, cut
         self.without = []
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         outputs = []
         for layer, head in zip(self.layers, self.heads, strict=True):
+            if layer is self.layers[-1] and batch_idx in self.cut:  # the last layers alone are trained
+                x = x.detach()
             x = torch.tanh(layer(x))
             outputs.append(head(x))
         if self.in_place:  # the loss needs what is written into
@@ -61,10 +64,10 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.3)
 
 
-def train(counted, strategy=None, in_dict=False, in_place=False, **options):
+def train(counted, strategy=None, in_dict=False, in_place=False, cut=(), **options):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(40, 8, generator=generator), torch.randn(40, 1, generator=generator))
-    module = Model(counted, in_dict, in_place)
+    module = Model(counted, in_dict, in_place, cut)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if strategy is None else dist.get_world_size(),
