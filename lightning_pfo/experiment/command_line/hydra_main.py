@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -139,6 +140,10 @@ def _errors_explained(wants_traceback: bool, starter_ends: Callable[[float], boo
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as ending:
+        if _is_termination(ending):
+            if is_first_process():
+                print("Terminated.", file=sys.stderr)  # noqa: T201
+            sys.exit(128 + signal.SIGTERM)
         # Ctrl-C during a fit: Lightning ends the process with 1, and without a word where it is told to be quiet.
         ended_by_lightning = isinstance(ending, SystemExit) and ending.code == 1
         if not isinstance(ending.__context__ if ended_by_lightning else ending, KeyboardInterrupt):
@@ -153,6 +158,12 @@ def _errors_explained(wants_traceback: bool, starter_ends: Callable[[float], boo
             sys.exit(1)  # rank 0 has found the same mistake, and said so
         text = str(error) if isinstance(error, PfoError) else explain_config_error(error)
         sys.exit(f"Error: {text}")
+
+
+def _is_termination(ending: BaseException) -> bool:
+    """Whether SIGTERM has ended a fit, which Lightning ends with status 0, as if all had been done."""
+    exceptions = sys.modules.get("lightning.pytorch.utilities.exceptions")
+    return exceptions is not None and isinstance(ending, exceptions.SIGTERMException)
 
 
 def _leave(leaving: SystemExit) -> None:
