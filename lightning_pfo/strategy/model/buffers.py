@@ -20,6 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, no_longer_tracked
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of, version_restorer
+from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.groups import Shared, as_bytes, global_rank
 
 Changes = Mapping[str, int | None]
@@ -190,8 +191,11 @@ def writes_otherwise(name: str) -> str:
 
 
 def _print_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers that are other ones for other values, most likely; a copy would take the memory of the tensor."""
-    numbers = tensor.detach()
+    """Two numbers that are other ones for other values, most likely; a copy would take the memory of the tensor.
+
+    Of a tensor that is divided over processes they are those of this one's part: nobody waits for others here.
+    """
+    numbers = local(tensor.detach())
     norm = torch.linalg.vector_norm(numbers, dtype=torch.promote_types(numbers.dtype, torch.float64))
     return torch.stack([norm, numbers.sum(dtype=norm.dtype)])
 

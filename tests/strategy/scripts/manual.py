@@ -670,6 +670,16 @@ class Clamps(Gan):
             parameter.data.mul_(0.9).clamp_(-0.5, 0.5)
 
 
+class Clips(Gan):
+    """The same, in torch's own words."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            for parameter in self.judge.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
 class Lbfgs(Module):
     def training_step(self, batch, batch_idx):
         self.optimizers().step(closure=lambda: self.manual_backward(self.loss(batch)))
@@ -928,7 +938,7 @@ def replicas(rank):
 def sharded(rank):
     return {
         f"{kind.__name__}, sharded {stage}": fit(kind(), RANKS, data_parallel_size=2, fully_shard=stage)
-        for kind in (Steps, Gan)
+        for kind in (Steps, Gan, Clips)
         for stage in (False, "zero3")
     }
 
