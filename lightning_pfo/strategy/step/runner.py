@@ -20,6 +20,7 @@ from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
+from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
@@ -244,7 +245,7 @@ class StepRunner:
         """
         try:
             return run()
-        except DeviationError:
+        except (DeviationError, AbsentValueError):  # the end of a step on the whole batch may need more than in a trace
             if of.programs is not None or not self.programs.follow(of.kind):
                 raise
             return run()

@@ -26,18 +26,20 @@ CASES = {
     "replicas": (LATER, {"data_parallel_size": 2}, {}),
     "changed in place": (NEVER, {}, {"in_place": True}),
     "cut later": (NEVER, {}, {"cut": (2, 3)}),
+    "whole batch, more later": (NEVER, {"schedule": "gpipe", "loss_over": "batch"}, {"more": (2, 3)}),
 }
 if torch.__version__ >= OLDEST_FSDP["cpu"]:
     CASES["divided"] = (LATER, {"data_parallel_size": 2, "fully_shard": "zero2"}, {})
 
 
 class Model(L.LightningModule):
-    def __init__(self, counted, in_dict=False, in_place=False, cut=()):
+    def __init__(self, counted, in_dict=False, in_place=False, cut=(), more=()):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
         self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1)) for _ in range(8))
-        self.counted, self.in_dict, self.in_place, self.cut = counted, in_dict, in_place, cut
+        self.counted, self.in_dict, self.in_place = counted, in_dict, in_place
+        self.cut, self.more = cut, more
         self.without = []
 
     def training_step(self, batch, batch_idx):
@@ -54,6 +56,8 @@ class Model(L.LightningModule):
         for index, loss in enumerate(losses):
             self.log(f"loss_{index}", loss)
         loss = losses[-1] + sum(0.3 * losses[head] for head, when in self.counted.items() if batch_idx in when)
+        if batch_idx in self.more:  # of the batch, by a value that other batches do not need
+            loss = loss + 0.1 * x.std()
         return {"other": losses[0], "loss": loss} if self.in_dict else loss
 
     def on_before_optimizer_step(self, optimizer):
@@ -64,10 +68,10 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.3)
 
 
-def train(counted, strategy=None, in_dict=False, in_place=False, cut=(), **options):
+def train(counted, strategy=None, in_dict=False, in_place=False, cut=(), more=(), **options):
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(40, 8, generator=generator), torch.randn(40, 1, generator=generator))
-    module = Model(counted, in_dict, in_place, cut)
+    module = Model(counted, in_dict, in_place, cut, more)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if strategy is None else dist.get_world_size(),

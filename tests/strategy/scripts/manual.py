@@ -670,7 +670,7 @@ class Clamps(Gan):
             parameter.data.mul_(0.9).clamp_(-0.5, 0.5)
 
 
-class Clips(Gan):
+class ClampsInPlace(Gan):
     """The same, in torch's own words."""
 
     def training_step(self, batch, batch_idx):
@@ -938,7 +938,7 @@ def replicas(rank):
 def sharded(rank):
     return {
         f"{kind.__name__}, sharded {stage}": fit(kind(), RANKS, data_parallel_size=2, fully_shard=stage)
-        for kind in (Steps, Gan, Clips)
+        for kind in (Steps, Gan, ClampsInPlace)
         for stage in (False, "zero3")
     }
 

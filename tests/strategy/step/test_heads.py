@@ -9,7 +9,18 @@ from tests.launch import of_ranks, run_script
 
 pytestmark = pytest.mark.slow
 
-CASES = ("never", "later", "not later", "split backwards", "whole batch", "replicas", "changed in place", "divided", "cut later")
+CASES = (
+    "never",
+    "later",
+    "not later",
+    "split backwards",
+    "whole batch",
+    "replicas",
+    "changed in place",
+    "divided",
+    "cut later",
+    "whole batch, more later",
+)
 
 
 @pytest.fixture(scope="module")
