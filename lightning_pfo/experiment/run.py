@@ -37,7 +37,7 @@ from lightning_pfo.experiment.accelerator import few_gpus, gpu_for, is_emulated
 from lightning_pfo.experiment.checks import check_experiment, schedule_of
 from lightning_pfo.experiment.compared import comparison_table
 from lightning_pfo.experiment.config import ExperimentConfig
-from lightning_pfo.experiment.earlier import set_aside
+from lightning_pfo.experiment.earlier import begun, set_aside
 from lightning_pfo.experiment.one_run.training import optimize
 from lightning_pfo.experiment.pictures import draw_pictures
 from lightning_pfo.experiment.planning import plan_experiment, plan_others, reconfigured
@@ -142,9 +142,8 @@ def _reconfigure(
 
 def _prepare(output_dir: Path, profile: str) -> None:
     """Keep what an earlier run has left, and put the profile that is used again where others would be."""
-    place = set_aside(output_dir, keep=profile)
-    if place is not None:
-        _log.warning("The results of an earlier run were moved to %s.", place)
+    set_aside(output_dir, keep=profile)
+    begun()
     target = output_dir / "profile.csv"
     if profile and not (target.exists() and target.samefile(profile)):
         write_text_atomically(target, Path(profile).read_text(encoding="utf-8-sig"))

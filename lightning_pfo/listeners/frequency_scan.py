@@ -171,8 +171,8 @@ class FrequencyScan(InstructionListener):
     def _changes(self) -> Iterator[int]:
         """All pairs of the highest, the lowest and a middle clock; the highest in the second half of the iteration."""
         assert self._source.schedule is not None  # an iteration has begun
-        high, low = self._clocks_mhz[0], self._clocks_mhz[self.position - 1]
-        middle = self._clocks_mhz[self.position // 2]
+        measured = self._clocks_mhz[: self.position]  # all of them, where another rank's GPU has more
+        high, middle, low = measured[0], measured[len(measured) // 2], measured[-1]
         count = len(self._source.schedule.orders[self._source.rank]) // 2
         return chain(islice(cycle((low, middle, high, middle, low, high)), count), (high,))
 

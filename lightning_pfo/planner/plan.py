@@ -224,7 +224,7 @@ def own_frontier(
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
     plans = _none_worse_than(baseline, plans)
     solve = solver_for(problem.schedule)
-    slower = straggler_plans(problem, settings, wanted_s, latency, bound.table, plans[-1], solve, on_progress)
+    slower = straggler_plans(problem, settings, wanted_s, latency, bound, plans[-1], solve, on_progress)
     return Frontier(
         problem.schedule,
         problem.profile,

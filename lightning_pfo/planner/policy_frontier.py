@@ -17,7 +17,7 @@ from lightning_pfo.planner.policies.policy import ListedPolicy, played
 from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.relaxation.bound import LowerBound
 from lightning_pfo.planner.settings import PlanSettings
-from lightning_pfo.planner.straggler_plans import beyond, waiting_power_w
+from lightning_pfo.planner.straggler_plans import beyond, waiting_power_w, with_both_bounds
 
 _MOST_PROVEN = 12
 """At so many of the plans' times bounds are proven; elsewhere the tangents of these hold."""
@@ -61,7 +61,7 @@ def policy_frontier(
         switch_pairs_s=latency.pairs_s,
         policy=policy.name,
         own_choice=proven[kept.index(own)],
-        straggler_plans=_straggler_plans(problem, policy, settings, latency, proven[-1], solve),
+        straggler_plans=_straggler_plans(problem, policy, settings, latency, bound, proven[-1], solve),
     )
 
 
@@ -70,6 +70,7 @@ def _straggler_plans(
     policy: ListedPolicy,
     settings: PlanSettings,
     latency: SwitchLatency,
+    usual: LowerBound,
     least_energy: FrequencyPlan,
     solve: Callable[..., Any],
 ) -> tuple[FrequencyPlan, ...]:
@@ -79,11 +80,12 @@ def _straggler_plans(
     plans = played(problem, policy.slower_rows(problem, settings.num_straggler_plans), latency)
     plans.sort(key=lambda plan: (plan.iteration_time_s, plan.iteration_energy_j))
     slower = beyond(least_energy, plans, waiting_power_w(problem))
-    bound = LowerBound(OptionTable(problem.network, problem.options))
+    bound = LowerBound(usual.table)
     _prove(problem, bound, 0.0, _some(slower), solve)
-    return tuple(
+    proven = (
         replace(plan, lower_bound_j=least_energy_j(bound, plan.iteration_time_s, problem.power_w)) for plan in slower
     )
+    return tuple(with_both_bounds(plan, usual) for plan in proven)
 
 
 def _some(plans: Sequence[FrequencyPlan]) -> Sequence[FrequencyPlan]:

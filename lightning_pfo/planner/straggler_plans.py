@@ -20,8 +20,7 @@ from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.progress import Progress
 from lightning_pfo.planner.found_plans import cheaper_one_by_one, plans_of
 from lightning_pfo.planner.frontier.select import asks_for_straggler
-from lightning_pfo.planner.limits.switching import limit_switching
-from lightning_pfo.planner.network.assignments import OptionTable
+from lightning_pfo.planner.limits.switching import least_energy_j, limit_switching
 from lightning_pfo.planner.pipeline.problem import Problem
 from lightning_pfo.planner.profile.switch_latency import SwitchLatency
 from lightning_pfo.planner.relaxation.bound import LowerBound
@@ -34,7 +33,7 @@ def straggler_plans(
     settings: PlanSettings,
     wanted_s: Sequence[float],
     latency: SwitchLatency,
-    table: OptionTable,
+    usual: LowerBound,
     least_energy: FrequencyPlan,
     solve: Callable[..., list[TradeoffPoint]],
     on_progress: Progress | None = None,
@@ -46,7 +45,7 @@ def straggler_plans(
         settings: How, and how many of them; as many as other plans, if one is to be selected beside a straggler.
         wanted_s: Iteration times to plan for besides.
         latency: What clock changes take.
-        table: The options.
+        usual: What is proven without a straggler.
         least_energy: Where they begin.
         solve: The planner's solver (`plan.Solver`).
         on_progress: Called with what is being done, how much of it is done, and how much there is.
@@ -54,7 +53,7 @@ def straggler_plans(
     num_plans = settings.num_straggler_plans or (settings.num_plans if asks_for_straggler(settings.select) else 0)
     if not num_plans:
         return ()
-    bound, begin_s = LowerBound(table), least_energy.iteration_time_s
+    bound, begin_s = LowerBound(usual.table), least_energy.iteration_time_s
     deadlines_s = [time_s for time_s in (*settings.deadlines_s, *wanted_s) if time_s > begin_s]
     points = solve(
         problem.network,
@@ -83,7 +82,13 @@ def straggler_plans(
             paid_w=paid_w,
             on_progress=on_progress,
         )
-    return beyond(least_energy, plans, paid_w)
+    return tuple(with_both_bounds(plan, usual) for plan in beyond(least_energy, plans, paid_w))
+
+
+def with_both_bounds(plan: FrequencyPlan, usual: LowerBound) -> FrequencyPlan:
+    """A plan whose bound counts waiting until its time, with the usual one too: of the iteration by itself."""
+    least_j = least_energy_j(usual, plan.iteration_time_s)
+    return replace(plan, lower_bound_j=least_j, beside_straggler_bound_j=plan.lower_bound_j)
 
 
 def beyond(least_energy: FrequencyPlan, plans: list[FrequencyPlan], paid_w: float) -> tuple[FrequencyPlan, ...]:

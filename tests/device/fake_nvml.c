@@ -17,8 +17,9 @@
  *   FAKE_NVML_AVERAGE_MW  what nvmlDeviceGetPowerUsage returns, as if averaged (default: the present power)
  *   FAKE_NVML_OLD         1: a driver without functions and fields of 2023 (default: 0)
  *   FAKE_NVML_FAILING_GPU a GPU that is lost when its energy counter is read (default: none)
- *   FAKE_NVML_UNKNOWN_ENERGY, FAKE_NVML_UNKNOWN_CLOCKS  which readings of the energy counter, and lists of clocks, of each
- *                         process fail for a reason that is not told, from 1 on: FIRST-LAST (default: none)
+ *   FAKE_NVML_UNKNOWN_ENERGY, FAKE_NVML_UNKNOWN_CLOCKS, FAKE_NVML_UNKNOWN_PROCESSES  which readings of the energy counter,
+ *                         lists of clocks, and of processes, of each process fail for a reason that is not told, from
+ *                         1 on: FIRST-LAST (default: none)
  *   FAKE_NVML_PASSING     the code of these failures (default: 999)
  *   FAKE_NVML_NAME        what the GPUs are called, before their number (default: Fake GPU)
  *   FAKE_NVML_REFUSED_GPU, FAKE_NVML_REFUSED_CODE  a GPU that cannot be opened, and what it says (default: none)
@@ -293,6 +294,8 @@ typedef struct {
 int nvmlDeviceGetComputeRunningProcesses_v3(gpu_t *gpu, unsigned *count, process_t *processes) {
     unsigned found = 0, room = *count;
     char entries[1024];
+    static int number = 0;
+    if (is_among("FAKE_NVML_UNKNOWN_PROCESSES", ++number)) return passing();
     if (is_lost()) return GPU_IS_LOST;
     snprintf(entries, sizeof entries, "%s", setting("FAKE_NVML_PROCESSES", ""));
     for (char *entry = strtok(entries, ","); entry; entry = strtok(NULL, ",")) {

@@ -102,6 +102,19 @@ def test_gpt_profiles_plans_trains_and_reports(tmp_path):
         assert (tmp_path / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("mistake", ["trainer.devices=0", "+trainer.options.gradient_clip=1.0", "model.num_heads=7"])
+def test_a_command_that_is_refused_leaves_the_results_of_an_earlier_run_where_they_are(tmp_path, mistake):
+    earlier = {name: f"{name} of before" for name in ("report.json", "profile.csv", "config/config.yaml", "train.log")}
+    (tmp_path / "config").mkdir()
+    for name, text in earlier.items():
+        (tmp_path / name).write_text(text)
+    refused = run_example("gpt", tmp_path, "gpu=emulated_a40", "trainer.devices=2", mistake, expect_success=False)
+    assert refused.returncode == 1
+    assert "earlier run" not in refused.stdout
+    assert {name: (tmp_path / name).read_text() for name in earlier} == earlier
+    assert not (tmp_path / "earlier").exists()
+
+
 def test_an_earlier_profile_and_earlier_results(tmp_path):
     """In six rounds of windows, of three policies and the top clocks, with a logger and callbacks of one's own.
 

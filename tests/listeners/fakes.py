@@ -37,7 +37,7 @@ class FakeSource:
 
     def run_iteration(self, compute=lambda instruction: None, work=None):
         self.emitter.iteration_begin(self.iteration)
-        for instruction in self.schedule.orders[0]:
+        for instruction in self.schedule.orders[self.rank]:
             self.emitter.instruction_begin(InstructionEvent(instruction, self.iteration))
             compute(instruction)
             self.emitter.instruction_end(InstructionEvent(instruction, self.iteration, work))

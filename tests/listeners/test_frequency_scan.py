@@ -1,9 +1,12 @@
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lightning_pfo.core.energy_valley import EnergyValley
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.schedules.registry import one_f_one_b
 from lightning_pfo.device.emulated.time import VirtualTime
 from lightning_pfo.listeners.frequency_scan import FrequencyScan
 from lightning_pfo.listeners.meters.instructions import InstructionMeter
@@ -38,8 +41,10 @@ def scan_until_done(
     is_ready=lambda: True,
     energy_error=lambda: 0.0,
     failure=lambda: None,
+    source=None,
+    request_later=None,
 ):
-    source, clocks, gpu = FakeSource(), FakeClocks(), FakeGpu(VirtualTime())
+    source, clocks, gpu = source or FakeSource(), FakeClocks(), FakeGpu(VirtualTime())
     meter = InstructionMeter(gpu, source)
     meter.energy_error = energy_error
     written = []
@@ -57,6 +62,7 @@ def scan_until_done(
         on_clock_done=lambda rows: written.append(list(rows)),
         is_ready=is_ready,
         failure=failure,
+        request_later=request_later,
     )
     source.add_listener(scan)
     source.add_listener(meter)
@@ -171,3 +177,42 @@ def test_where_energies_are_not_measured_any_more_the_scan_stops_and_training_go
     assert str(scan.error) == "A frequency scan measures energies, which rank 0 cannot: The counter has stopped."
     assert len(written) == fails_at - 1
     source.run_iteration(lambda instruction: None)
+
+
+class OneOfTwo(FakeSource):
+    """A rank, in a thread of its own, that meets another one."""
+
+    def __init__(self, rank, meeting, values):
+        super().__init__()
+        self.schedule = one_f_one_b(2, 2)
+        self.rank, self.place, self.stages = rank, (rank, 0), (rank,)
+        self.meeting, self.values = meeting, values
+
+    def all_gather(self, value, *, everywhere=False):
+        self.values[self.rank] = value
+        self.meeting.wait(10)
+        gathered = list(self.values)
+        self.meeting.wait(10)
+        return gathered
+
+
+@pytest.mark.parametrize("fewer_mhz", [(50, 30), (50,)])
+def test_gpus_of_different_clocks_are_scanned_together(fewer_mhz):
+    clocks_mhz = (fewer_mhz, (60, 40, 20, 10))
+    meeting, values, tried = threading.Barrier(2), [None, None], ([], [])
+
+    def scan(rank):
+        source = OneOfTwo(rank, meeting, values)
+        return scan_until_done(
+            lambda kind, mhz, _: mhz * 1000, clocks_mhz[rank], source=source, request_later=tried[rank].append
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        outcomes = list(pool.map(scan, range(2)))
+    for _, _, done, written in outcomes:
+        assert done.done
+        assert done.error is None
+        assert [{row.frequency for row in written[-1] if row.stage == stage} for stage in range(2)] == [
+            set(clocks) for clocks in clocks_mhz
+        ]
+    assert [set(some) for some in tried] == [set(fewer_mhz), {60, 20, 10}]  # to and fro: of its own clocks each

@@ -40,11 +40,14 @@ def test_beside_any_straggler_no_assignment_of_clocks_needs_less(small):
     assert slower[0].iteration_time_s > small.least_energy.iteration_time_s
     assert slower[0].iteration_energy_j > small.least_energy.iteration_energy_j
     for plan in (small.least_energy, *slower):
+        proven_j = plan.beside_straggler_bound_j or plan.lower_bound_j
         until_s = plan.iteration_time_s
         in_time = times_s <= until_s * (1 + 1e-9)
         beside_j = energies_j[in_time] + waiting_w * (until_s - times_s[in_time])
         assert plan.iteration_energy_j == pytest.approx(beside_j.min(), rel=1e-9)  # the least possible
-        assert plan.lower_bound_j <= beside_j.min()  # and the bound is proven
+        assert plan.lower_bound_j <= energies_j[in_time].min()  # of the iteration itself, as of all plans
+        assert proven_j <= beside_j.min()  # and the bound is proven
+        assert plan.gap == pytest.approx(plan.iteration_energy_j / proven_j - 1)
         assert plan.gap < 0.02
         assert select_plan(small, f"T'={until_s + 1e-6!r}s") is plan
     assert slower[-1].iteration_time_s == pytest.approx(times_s[(energies_j - waiting_w * times_s).argmin()])
@@ -73,12 +76,19 @@ def test_files_keep_them_and_refuse_wrong_ones(small, tmp_path):
     assert load_frontier(tmp_path) == small
     path = tmp_path / "frontier.json"
     text = json.loads(path.read_text())
-    for name, factor in (("iteration_energy_j", 2), ("lower_bound_j", 2)):
+    for name, factor in (("iteration_energy_j", 2), ("lower_bound_j", 2), ("beside_straggler_bound_j", 2)):
         wrong = json.loads(path.read_text())
         wrong["straggler_plans"][0][name] *= factor
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))
         with pytest.raises(PlanError, match="is malformed"):
             load_frontier(tmp_path / "wrong.json")
+    older = json.loads(path.read_text())  # one bound, which was that beside a straggler
+    for record in older["straggler_plans"]:
+        record["lower_bound_j"] = record.pop("beside_straggler_bound_j")
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    read = load_frontier(tmp_path / "older.json")
+    assert [plan.gap for plan in read.straggler_plans] == [plan.gap for plan in small.straggler_plans]
+    assert {plan.lower_bound_j for plan in read.straggler_plans} == {0.0}  # not known
     text["straggler_plans"].reverse()
     path.write_text(json.dumps(text))
     with pytest.raises(PlanError, match="straggler plans must be listed from the fastest"):
@@ -114,6 +124,8 @@ def test_under_limits_with_wait_clocks_and_of_perseus_each_is_cheaper_beside_a_s
         assert fast.iteration_time_s < slow.iteration_time_s
         assert slow.iteration_energy_j < frontier.beside_straggler_j(fast, slow.iteration_time_s)
         assert 0 < slow.lower_bound_j <= slow.iteration_energy_j
+        assert slow.lower_bound_j <= frontier.least_energy.iteration_energy_j  # which is faster
+        assert slow.lower_bound_j < slow.beside_straggler_bound_j <= slow.iteration_energy_j
     save_frontier(frontier, tmp_path)
     assert load_frontier(tmp_path) == frontier  # which plays each plan again
 

@@ -47,6 +47,9 @@ SCHEDULES: dict[str, ScheduleFamily] = {
 }
 """Known schedules by name; besides, `envpipe:...` takes an argument and `file:PATH` reads an order."""
 
+KNOWN_NAMES = f"{', '.join(sorted(SCHEDULES))}, envpipe:K,K,...,0, and file:PATH for an order of your own"
+"""All of these, for messages."""
+
 
 def check_schedule_name(name: str) -> None:
     """Check that a schedule of this name exists, before any number is known; a file is not opened.
@@ -55,10 +58,7 @@ def check_schedule_name(name: str) -> None:
         ConfigurationError: If there is none.
     """
     if file_of(name) is None and name not in SCHEDULES and not name.startswith("envpipe:"):
-        raise ConfigurationError(
-            f"Unknown schedule {name!r}; known schedules: {', '.join(sorted(SCHEDULES))}, envpipe:K,K,...,0, and "
-            "file:PATH for an order of your own."
-        )
+        raise ConfigurationError(f"Unknown schedule {name!r}; known schedules: {KNOWN_NAMES}.")
 
 
 def file_of(name: str) -> Path | None:

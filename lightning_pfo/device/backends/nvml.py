@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from lightning_pfo.device.backends.nvml_library import (
     text,
 )
 from lightning_pfo.device.backends.visible_gpus import visible_gpus
-from lightning_pfo.device.safety.leased_gpu import LeasedGpu
+from lightning_pfo.device.safety.leased_gpu import LeasedGpu, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -107,13 +106,8 @@ def _usable_handles(pynvml: NvmlLibrary) -> list[Any]:
             if int(error.value) not in _UNUSABLE:
                 raise
             if int(error.value) != NO_PERMISSION:
-                _warn_once(f"GPU {index} of this node is left out: NVML says {str(error)!r}.")
+                warn_once(f"GPU {index} of this node is left out: NVML says {str(error)!r}.")
     return handles
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> None:
@@ -221,8 +215,9 @@ class NvmlGpu(LeasedGpu):
             return "it is split into MIG instances, which others may use, and a clock is that of all of them"
         return "" if self._tells_clocks else "its driver does not tell which clocks it supports"
 
-    def _compute_pids(self) -> list[int]:
-        return questions.compute_pids(self._nvml, self._handle)
+    def _compute_pids(self) -> list[int] | None:
+        with project_errors(f"Listing the processes on {self._name}"):
+            return questions.compute_pids(self._nvml, self._handle)
 
     def _whose_lock(self) -> str:
         return questions.unexplained_clock(self._nvml, self._handle, self._clocks_mhz[0])

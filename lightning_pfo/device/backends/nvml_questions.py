@@ -94,17 +94,26 @@ def unexplained_clock(nvml: NvmlLibrary, handle: Handle, top_mhz: int) -> str:
     return f"it runs at {seen_mhz[0]} of {top_mhz} MHz without a reason, so somebody seems to have locked it there"
 
 
-def compute_pids(nvml: NvmlLibrary, handle: Handle) -> list[int]:
-    """Numbers of the processes that compute on a GPU, under MPS too; empty where the driver does not tell."""
-    pids: list[int] = []
-    for name in _PROCESS_FUNCTIONS:
-        for version in _PROCESS_VERSIONS:
-            try:
-                pids += [int(process.pid) for process in getattr(nvml, name + version)(handle)]
-            except (AttributeError, nvml.NVMLError):
-                continue
-            break
-    return pids
+def compute_pids(nvml: NvmlLibrary, handle: Handle) -> list[int] | None:
+    """Numbers of the processes that compute on a GPU, under MPS too; None where the driver never tells.
+
+    Raises:
+        pynvml.NVMLError: If it fails to tell.
+    """
+    told = [_pids(nvml, handle, name) for name in _PROCESS_FUNCTIONS]
+    return None if told[0] is None else [pid for pids in told for pid in pids or ()]
+
+
+def _pids(nvml: NvmlLibrary, handle: Handle, function: str) -> list[int] | None:
+    for version in _PROCESS_VERSIONS:
+        try:
+            return [int(process.pid) for process in getattr(nvml, function + version)(handle)]
+        except AttributeError:  # of pynvml
+            continue
+        except nvml.NVMLError as error:
+            if error.value not in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND):
+                raise
+    return None
 
 
 def is_in_module(nvml: NvmlLibrary, handle: Handle) -> bool:

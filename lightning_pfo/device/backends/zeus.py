@@ -24,6 +24,7 @@ from lightning_pfo.device.backends import nvml
 from lightning_pfo.device.safety.leased_gpu import LeasedGpu
 
 _AMD_STEP_MHZ = 25  # amdsmi takes any clock of a range; these are close enough for an energy valley
+_AMD_NEVER = (2, 3)  # amdsmi_status_t: not supported, not yet implemented
 _NVIDIA_UUID = "GPU-"
 _HOW_TO_GET_PERMISSION = (
     "Start zeusd as root on this node and set ZEUSD_SOCK_PATH to its socket (docs/gpus.md), or run as root or with "
@@ -155,12 +156,17 @@ class ZeusAmdGpu(LeasedGpu):
         except (AttributeError, KeyError, TypeError, _amdsmi().AmdSmiException):
             return ""
 
-    def _compute_pids(self) -> list[int]:
+    def _compute_pids(self) -> list[int] | None:
         try:
             processes = _amdsmi().amdsmi_get_gpu_process_list(self._gpu.handle)
             return [int(process["pid"]) for process in processes]
-        except Exception:  # as many kinds of errors as versions: then nobody tells
-            return []
+        except _amdsmi().AmdSmiException as error:
+            code = getattr(error, "get_error_code", lambda: None)()
+            if code in _AMD_NEVER:
+                return None
+            raise DeviceError(f"Listing the processes on {self.name} failed: {error}.") from error
+        except (AttributeError, KeyError, TypeError, ValueError):  # of versions without the list, or with another
+            return None
 
     def _whose_lock(self) -> str:
         found = self._found()

@@ -223,6 +223,7 @@ def measure_latency(gpu: Gpu, clocks_mhz: Sequence[int]) -> ClockStatistics:
     """
     log, time_source = TransitionLog(gpu), time_of(gpu)
     try:
+        gpu.claim_clocks()  # starts the watchdog, which the first change would wait for
         for clock_mhz in clocks_mhz:
             requested_s = time_source.now_s()
             gpu.lock_graphics_clock(clock_mhz)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +12,14 @@ from lightning_pfo.core.wording import counted, listed
 from lightning_pfo.device.gpu import check_clock_supported
 from lightning_pfo.device.safety import claim
 from lightning_pfo.device.safety.others import foreign
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log a warning, once however many objects say it."""
+    logger.warning("%s", message)
 
 
 class LeasedGpu(ABC):
@@ -85,16 +95,27 @@ class LeasedGpu(ABC):
             self._claim.check()
 
     def _check_unused(self) -> None:
-        pids = foreign(self._compute_pids())
-        if pids:
-            reason = f"{counted(len(pids), 'process', 'processes')} of others compute on it ({listed(pids)})"
-        else:
-            reason = self._whose_lock()
+        reason = self._whose_processes() or self._whose_lock()
         if reason:
             raise DeviceError(
                 f"Clocks are set on GPUs that nobody else uses; {self._name} ({self._uuid}) is left alone: {reason}. "
                 "Use another GPU, or say that it may be shared: gpu.share=true (share=true of a command)."
             )
+
+    def _whose_processes(self) -> str:
+        """Who else computes on it, or that nobody knows; empty: nobody."""
+        try:
+            pids = self._compute_pids()
+        except DeviceError as error:  # not knowing is no reason to slow others down
+            return f"others may compute on it: {str(error).removesuffix('.')}"
+        if pids is None:
+            warn_once(
+                f"The driver does not tell which processes compute on {self._name} ({self._uuid}), so its clocks are "
+                "set whoever uses it. Where others do, use gpu.dry_run=true; where nobody does, gpu.share=true says so."
+            )
+        others = foreign(pids or ())
+        found = f"{counted(len(others), 'process', 'processes')} of others compute on it ({listed(others)})"
+        return found if others else ""
 
     def lock_graphics_clock(self, clock_mhz: int) -> None:
         """Lock the graphics clock; drivers themselves would silently round an unsupported one.
@@ -132,9 +153,13 @@ class LeasedGpu(ABC):
         """Why the clocks of this GPU are never to be set; empty: they may be."""
         return ""
 
-    def _compute_pids(self) -> Iterable[int]:
-        """Numbers of the processes that compute on it, as far as the driver tells."""
-        return ()
+    @abstractmethod
+    def _compute_pids(self) -> Iterable[int] | None:
+        """Numbers of the processes that compute on it; None where the driver never tells.
+
+        Raises:
+            DeviceError: If it fails to tell.
+        """
 
     def _whose_lock(self) -> str:
         """What shows that somebody else has locked the clocks; empty: nothing."""

@@ -29,7 +29,7 @@ from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.safety.claim import BACKENDS, undo_lost, undo_stale
 from lightning_pfo.device.safety.folder import DIRECTORY_VARIABLE
 from lightning_pfo.device.safety.guard import SIGNALS
-from lightning_pfo.device.safety.lease import Lease, lease_from, lease_path
+from lightning_pfo.device.safety.lease import Lease, lease_from, lease_path, lease_paths
 from lightning_pfo.device.safety.watching import CHANGED, READY
 
 logger = logging.getLogger("lightning_pfo clock watchdog")
@@ -37,6 +37,7 @@ logger = logging.getLogger("lightning_pfo clock watchdog")
 _LOOK_EVERY_S = 0.5
 _TRAINER_S = 2.0  # for the trainer to restore by itself after a signal
 _RETRIES_AFTER_S = (0.2, 0.5, 1.0, 2.0)  # all within the 5 s that we promise
+_LATER_RETRIES_AFTER_S = (5.0, *(10.0,) * 59)  # of a driver that takes longer: a GPU under reset, say
 
 
 class _Trainer:
@@ -47,18 +48,23 @@ class _Trainer:
         self.lease = lease
         self._told = told
         self._is_changed = False
+        self._lies_there = False  # whether the lease did when it could not be undone
 
     def restore(self, *, hangs: bool = False) -> bool:
         """Undo what it has changed; returns whether nothing is left."""
         lease = self.lease
-        for retry_after_s in (*_RETRIES_AFTER_S, None):
+        later_s = () if hangs else _LATER_RETRIES_AFTER_S  # a trainer that lives is looked at again
+        for retry_after_s in (*_RETRIES_AFTER_S, *later_s, None):
             try:
                 is_restored = self._undo()
             except (DeviceError, OSError) as error:
+                self._lies_there = any(map(os.path.lexists, lease_paths(lease.gpu_uuid, _folder())))
                 if retry_after_s is None:
                     where = f"(lease: {lease_path(lease.gpu_uuid, _folder())})"
                     logger.error("%s Try again with: lightning-pfo restore-clocks %s", error, where)
                     return False
+                if (retry_after_s,) == later_s[:1]:
+                    logger.warning("%s It is tried again for %.0f minutes.", error, sum(later_s) / 60)
                 time.sleep(retry_after_s)
             else:
                 if is_restored:
@@ -75,7 +81,8 @@ class _Trainer:
         if _folder().is_dir():
             # even if the process lives: it hangs, or `exec` has put another program into its place
             undone = undo_stale(self.lease.gpu_uuid, self.lease.holder, even_alive=True, insists=True)
-        was_changed = bool(undone.changed) if undone is not None else self._is_changed and undo_lost(self.lease)
+        is_lost = self._is_changed and not (self._lies_there and _folder().is_dir())  # else restored by others
+        was_changed = bool(undone.changed) if undone is not None else is_lost and undo_lost(self.lease)
         self._is_changed = False
         return was_changed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from lightning_pfo.experiment.processes import is_first_process
 
 
 class KeepEarlierResults(Callback):
-    """Moves them aside, and says so; see `hydra.callbacks` in `conf/experiment.yaml`."""
+    """Moves them aside, until it is clear that the run begins (`experiment.earlier`).
+
+    See `hydra.callbacks` in `conf/experiment.yaml`.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Look into the folder of this run."""
         if is_first_process():
-            place = set_aside(Path(config.hydra.run.dir), keep=config.get("profile", ""))
-            if place is not None:
-                print(f"The results of an earlier run were moved to {place}.", file=sys.stderr)  # noqa: T201
+            set_aside(Path(config.hydra.run.dir), keep=config.get("profile", ""))

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.schedules.registry import KNOWN_NAMES
 from lightning_pfo.core.wording import did_you_mean
 
 
@@ -55,11 +56,11 @@ def _no_such_key(key: str, section: str, known: Iterable[str]) -> str:
 
 
 def _selections(group: str) -> str:
-    if group != "plan":
-        return ""
-    from lightning_pfo.planner.frontier.select import FORMS
+    if group == "plan":
+        from lightning_pfo.planner.frontier.select import FORMS
 
-    return f" Or select one by {FORMS}."
+        return f" Or select one by {FORMS}."
+    return f" Or name an order by schedule.name=NAME: {KNOWN_NAMES}." if group == "schedule" else ""
 
 
 def _alternatives(name: str, known: Iterable[str]) -> str:

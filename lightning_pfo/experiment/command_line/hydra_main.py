@@ -37,6 +37,7 @@ from lightning_pfo.experiment.command_line.explain import check_no_foreign_keys,
 from lightning_pfo.experiment.command_line.search_path import find_packaged_groups, searched_folders
 from lightning_pfo.experiment.command_line.sweep import run_as_own_script
 from lightning_pfo.experiment.config import ExperimentConfig
+from lightning_pfo.experiment.earlier import begun, put_back_if_refused
 from lightning_pfo.experiment.processes import is_first_process, watch_starter
 
 Config = TypeVar("Config", bound=ExperimentConfig)
@@ -95,6 +96,7 @@ def hydra_main(
                     check_no_foreign_keys(config)
                     _find_files_from_elsewhere(config)
                     task(config)
+                    begun()
 
         @functools.wraps(task)
         def main() -> None:
@@ -106,6 +108,7 @@ def hydra_main(
             # Asked for a full error, Hydra raises it instead of printing its own text.
             try:
                 with (
+                    put_back_if_refused(),
                     _environment(_TRACEBACK, "1"),
                     _errors_explained(wants_traceback, starter_ends),
                     helps_of_any_kind(),

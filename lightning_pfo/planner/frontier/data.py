@@ -39,8 +39,7 @@ class Frontier:
         own_choice: The one of `plans` that another policy takes when nobody says anything; None for the planner's own.
         straggler_plans: Slower ones that need more energy, but less than all faster ones where a replica waits for a
             slower one anyway: it draws the blocking power until then, whatever its plan. Fast to slow; there if asked
-            for (`num_straggler_plans`). The lower bound of such a plan is that of all plans which are no slower, with
-            waiting until its time.
+            for (`num_straggler_plans`). Such a plan has a second lower bound, `beside_straggler_bound_j`.
     """
 
     schedule: PipelineSchedule

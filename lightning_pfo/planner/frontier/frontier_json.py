@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ FORMAT = "lightning_pfo.frontier"
 VERSION, READ_VERSIONS = 4, (1, 2, 3, 4)
 _WITHOUT_PAIRS, _WITHOUT_TRANSFERS = 3, 2
 _MEASURED = [name for name in COLUMNS if name != "clocks_mhz"]
+_BESIDE_BOUND = "beside_straggler_bound_j"  # files without it have it as lower_bound_j
 _WAIT_COLUMNS = ("rank", "position", "clock_mhz", "hold_s")
 
 
@@ -74,7 +75,11 @@ def frontier_text(frontier: Frontier) -> str:
         ],
         "baseline": _plan_record(frontier.baseline),
         "plans": [{"plan": number, **_plan_record(plan)} for number, plan in enumerate(reversed(frontier.plans))],
-        **({"straggler_plans": list(map(_plan_record, frontier.straggler_plans))} if frontier.straggler_plans else {}),
+        **(
+            {"straggler_plans": list(map(_straggler_record, frontier.straggler_plans))}
+            if frontier.straggler_plans
+            else {}
+        ),
     }
     try:
         return _laid_out(data) + "\n"
@@ -103,6 +108,10 @@ def _plan_record(plan: FrequencyPlan) -> dict[str, Any]:
         "clocks_mhz": plan.clocks_mhz,
         "wait_clocks": {name: [getattr(wait, name) for wait in plan.wait_clocks] for name in _WAIT_COLUMNS},
     }
+
+
+def _straggler_record(plan: FrequencyPlan) -> dict[str, Any]:
+    return _plan_record(plan) | {_BESIDE_BOUND: plan.beside_straggler_bound_j}
 
 
 def frontier_from(data: Mapping[str, Any]) -> Frontier:
@@ -143,8 +152,10 @@ def frontier_from(data: Mapping[str, Any]) -> Frontier:
         raise PlanError("Its plans must be listed from the slowest to the fastest.")
     if any(a.iteration_energy_j <= b.iteration_energy_j for a, b in pairwise(plans)):
         raise PlanError("None of its plans may be slower than another without needing less energy.")
-    slower = tuple(_plan_from(record, schedule) for record in data.get("straggler_plans", ()))
-    if any(plan.lower_bound_j > plan.iteration_energy_j for plan in (*plans, *slower)):
+    slower = tuple(_straggler_plan_from(record, schedule) for record in data.get("straggler_plans", ()))
+    if any(
+        max(plan.lower_bound_j, plan.beside_straggler_bound_j) > plan.iteration_energy_j for plan in (*plans, *slower)
+    ):
         raise PlanError("No plan can need less energy than its lower bound.")
     baseline = _plan_from(data["baseline"], schedule)
     latency_s, dwell_s = _numbers([data.get(name, 0.0) for name in ("switch_latency_s", "least_dwell_s")])
@@ -194,6 +205,13 @@ def _plan_from(record: Mapping[str, Any], schedule: PipelineSchedule) -> Frequen
     if not plan.iteration_time_s > 0:
         raise PlanError(f"An iteration takes time; got iteration_time_s={plan.iteration_time_s}.")
     return plan
+
+
+def _straggler_plan_from(record: Mapping[str, Any], schedule: PipelineSchedule) -> FrequencyPlan:
+    plan = _plan_from(record, schedule)
+    if _BESIDE_BOUND in record:
+        return replace(plan, beside_straggler_bound_j=_numbers([record[_BESIDE_BOUND]])[0])
+    return replace(plan, lower_bound_j=0.0, beside_straggler_bound_j=plan.lower_bound_j)
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,9 @@ _SKIPPED_INSTRUCTIONS = ("load",)
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_S, _POWERS_W = 60.0, (1.0, 50_000.0)
+"""Of an instruction: far beyond what microbatches take, and what a GPU, or all GPUs of a stage together, draw."""
+
 _DOUBTS = frozenset((ENERGY_UNCERTAIN, WAITING_UNCERTAIN, DRIFT))
 
 
@@ -153,6 +156,7 @@ def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:
     except ConfigurationError as error:
         raise ProfileError(f"{where}: {error}. Correct or empty the cell.") from None
     _tell_of_doubts(where, rows)
+    _tell_of_other_units(where, rows)
     gpus = tuple(dict.fromkeys(row.gpu for row in rows if row.gpu))
     return Profile(instructions, num_ranks.pop(), gpus, latency)
 
@@ -170,6 +174,30 @@ def _tell_of_doubts(where: str, rows: Sequence[ProfileRow]) -> None:
             where,
             listed(flags),
             listed([f"line {row.line}" for row in doubted], most=5),
+        )
+
+
+def _tell_of_other_units(where: str, rows: Sequence[ProfileRow]) -> None:
+    """Say where numbers look like milliseconds or millijoules: plans of these are as plausible, and wrong."""
+    least_w, most_w = _POWERS_W
+    odd = [
+        row
+        for row in rows
+        if row.time_s > _LONGEST_S or (row.energy_j and not least_w <= row.energy_j / row.time_s <= most_w)
+    ]
+    if odd:
+        first = odd[0]
+        _log.warning(
+            "Times of %s are in seconds, energies in joules; %d of its %d rows have more than %g s or a power that no "
+            "GPU has, such as line %d: %g s, %g J, %g W. Divide milliseconds and millijoules by 1000.",
+            where,
+            len(odd),
+            len(rows),
+            _LONGEST_S,
+            first.line,
+            first.time_s,
+            first.energy_j,
+            first.energy_j / first.time_s,
         )
 
 

@@ -162,6 +162,32 @@ def test_a_gpu_that_others_use_is_set_only_if_told_that_it_is_shared(fake_driver
     assert [change.clock_mhz for change in fake_driver.changes()] == [210, None]
 
 
+@pytest.mark.parametrize("code", [999, 4])  # unknown, no permission
+def test_where_the_processes_cannot_be_listed_a_gpu_is_taken_for_one_that_others_use(
+    code: int, fake_driver: FakeDriver
+) -> None:
+    environment = fake_driver.environment(processes="4000000", unknown_processes="1-9", passing=code)
+    refused, locked = run(environment, "-c", CLAIM).splitlines()
+    assert refused.startswith("refused: Clocks are set on GPUs that nobody else uses; Fake GPU 0 (GPU-00000000-fake)")
+    assert "is left alone: others may compute on it: Listing the processes on Fake GPU 0 failed: NVML says" in refused
+    assert f"(code {code})" in refused
+    assert refused.endswith("gpu.share=true (share=true of a command).")
+    assert locked == "locked"
+    assert [change.clock_mhz for change in fake_driver.changes()] == [210, None]
+
+
+def test_a_list_of_processes_that_fails_once_is_asked_for_again(fake_driver: FakeDriver) -> None:
+    assert run(fake_driver.environment(unknown_processes="1-1"), "-c", CLAIM) == "locked\n" * 2
+
+
+@pytest.mark.parametrize("code", [3, 13])  # not supported, no such function
+def test_a_driver_that_never_lists_processes_is_told_of_once(code: int, fake_driver: FakeDriver) -> None:
+    output = run(fake_driver.environment(unknown_processes="1-9", passing=code), "-c", CLAIM * 2)
+    assert output.count("WARNING") == output.count("does not tell which processes compute on Fake GPU 0") == 1
+    assert "gpu.share=true" in output
+    assert output.count("locked\n") == 4
+
+
 def test_a_low_clock_that_nothing_explains_is_taken_for_somebody_s_lock(fake_driver: FakeDriver) -> None:
     by_hand = """
 import pynvml

@@ -119,6 +119,27 @@ def test_a_killed_job_s_amd_gpu_gets_back_the_range_found_before(rocm: dict[str,
     assert changes == [["gpu0", "1800", "1800"], ["gpu0", "600", "1900"]]
 
 
+@needs_zeus
+@pytest.mark.parametrize(
+    ("processes", "said"),
+    [
+        ("", ""),
+        ("4000000", "is left alone: 1 process of others compute on it (4000000)"),
+        ("!43", "is left alone: others may compute on it: Listing the processes on Fake Instinct (gpu1) failed: 43"),
+        ("!2", "The driver does not tell which processes compute on Fake Instinct (gpu1)"),  # not supported
+        (None, "The driver does not tell which processes compute on Fake Instinct (gpu1)"),
+    ],
+)
+def test_amd_gpus_that_others_may_use_are_left_alone(
+    processes: str | None, said: str, rocm: dict[str, str], tmp_path: Path
+) -> None:
+    environment = rocm if processes is None else rocm | {"FAKE_AMDSMI_PROCESSES": processes}
+    done = run(environment, "-c", "from lightning_pfo.device import open_gpu; open_gpu('zeus', 0).claim_clocks()")
+    assert said in done.stderr
+    assert bool(done.stderr) == bool(said)
+    assert (done.returncode == 0) == ("left alone" not in said)
+
+
 @pytest.mark.skipif(HAS_ZEUS, reason="the zeus package is installed")
 def test_without_the_package_the_error_says_what_to_install() -> None:
     with pytest.raises(DeviceError, match=r"pip install 'lightning-pfo\[zeus\]'"):

@@ -243,6 +243,29 @@ def test_measuring_the_latency_restores_the_clock(time: str) -> None:
     assert not gpu._is_locked
 
 
+class WatchedGpu(EmulatedGpu):
+    """Starts a watchdog before its first change, as real GPUs do, which takes a second."""
+
+    is_watched = False
+
+    def claim_clocks(self) -> None:
+        if not self.is_watched:
+            self.time_source.sleep(1.0)
+        self.is_watched = True
+
+    def lock_graphics_clock(self, clock_mhz: int) -> None:
+        self.claim_clocks()
+        super().lock_graphics_clock(clock_mhz)
+
+
+def test_the_start_of_the_watchdog_is_not_part_of_the_latency() -> None:
+    gpu = WatchedGpu(GpuConfig(kind="emulated", clock_latency_s=0.0))
+    statistics = measure_latency(gpu, [1200, 1410, 1200])
+    assert gpu.is_watched
+    assert statistics.num_observed == 3
+    assert statistics.latency_p90_s < 0.01
+
+
 def test_capped_clocks_and_a_gpu_that_is_lost_in_between(fake_driver: FakeDriver, tmp_path: object) -> None:
     script = """
 import logging, os, sys, time

@@ -2,7 +2,8 @@
 
 Two GPUs of 500 to 2100 MHz that draw 300 W. HIP counts them in the other order, as on some nodes. The clock range lies
 in the file FAKE_AMDSMI_STATE, so that all processes see the same GPUs, and every change is appended to FAKE_AMDSMI_LOG.
-FAKE_AMDSMI_SCENARIO: normal, no_permission.
+FAKE_AMDSMI_SCENARIO: normal, no_permission. FAKE_AMDSMI_PROCESSES: processes that compute on the GPUs, or !CODE: they
+cannot be listed (default: this amdsmi has no such list).
 """
 
 import enum
@@ -86,6 +87,15 @@ def amdsmi_get_clock_info(handle, clock_type):
         return {"clk": 1300, "min_clk": 900, "max_clk": 1300}
     lowest_mhz, top_mhz = _ranges().get(handle, _RANGE_MHZ)
     return {"clk": top_mhz, "min_clk": lowest_mhz, "max_clk": top_mhz}
+
+
+if "FAKE_AMDSMI_PROCESSES" in os.environ:
+
+    def amdsmi_get_gpu_process_list(handle):
+        told = os.environ["FAKE_AMDSMI_PROCESSES"]
+        if told.startswith("!"):
+            raise AmdSmiLibraryException(int(told[1:]))
+        return [{"pid": int(pid)} for pid in told.split(",") if pid]
 
 
 def amdsmi_set_gpu_clk_range(handle, min_clk_value, max_clk_value, clk_type):

@@ -55,6 +55,46 @@ def test_the_watchdog_restores_and_says_so(signum: signal.Signals, fake_driver: 
     assert reset.pid != process.pid
 
 
+def wait_while_refused(process: subprocess.Popen[str], lost: Path) -> None:
+    """Kill a process whose GPU takes no changes any more; the watchdog has tried so often as to be late."""
+    process.send_signal(signal.SIGSTOP)
+    lost.touch()
+    process.kill()
+    assert process.stderr is not None
+    assert any("It is tried again for 10 minutes" in line for line in iter(process.stderr.readline, ""))
+
+
+def test_the_watchdog_goes_on_trying_where_the_driver_refuses(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    process = start(fake_driver.environment(lost_file=tmp_path / "lost"), "nvml", "slow")
+    wait_while_refused(process, tmp_path / "lost")
+    assert fake_driver.locked_gpus().keys() == {0}
+    assert len(fake_driver.leases()) == 1  # so the next start would restore, too
+    (tmp_path / "lost").unlink()
+    _, stderr = process.communicate(timeout=60)  # until the watchdog ends
+    assert f"process {process.pid} left clocks changed; restored those of Fake GPU 0" in stderr
+    assert fake_driver.locked_gpus() == {}
+    assert fake_driver.leases() == []
+
+
+def test_what_the_next_start_has_restored_the_watchdog_leaves_alone(fake_driver: FakeDriver, tmp_path: Path) -> None:
+    environment = fake_driver.environment(lost_file=tmp_path / "lost")
+    process = start(environment, "nvml", "slow")
+    wait_while_refused(process, tmp_path / "lost")
+    (tmp_path / "lost").unlink()
+    done = run(environment, "from lightning_pfo.device import open_gpu; open_gpu('nvml', 0)")
+    assert f"which the crashed process {process.pid} had left locked" in done.stderr
+    assert process.communicate(timeout=60)[1] == ""
+    assert len([change for change in fake_driver.changes() if change.clock_mhz is None]) == 1
+
+
+def test_the_watchdog_gives_up_after_ten_minutes() -> None:
+    pauses_s = [*watchdog._RETRIES_AFTER_S, *watchdog._LATER_RETRIES_AFTER_S]
+    assert pauses_s == sorted(pauses_s)
+    assert max(pauses_s) == 10
+    assert sum(pauses_s) == pytest.approx(600, abs=10)
+    assert sum(watchdog._RETRIES_AFTER_S) < 5
+
+
 def test_a_forked_child_does_not_keep_the_watchdog_waiting(fake_driver: FakeDriver) -> None:
     script = """
 import os, signal, time

@@ -43,6 +43,32 @@ def test_further_columns_blank_lines_spaces_and_load_rows_are_allowed(tmp_path):
     assert read_profile(spaced) == read_profile(write(tmp_path, GOOD))
 
 
+@pytest.mark.parametrize(
+    ("time", "energy", "said"),
+    [
+        (0.05, 20.0, ""),
+        (59.0, 59.0, ""),
+        (1.0, 0.0, ""),
+        (0.05, 2000.0, ""),  # of many GPUs
+        (80.0, 24_000.0, "2 of its 4 rows have more than 60 s or a power that no GPU has, such as line 2: 80 s, "),
+        (80.0, 24.0, "such as line 2: 80 s, 24 J, 0.3 W"),
+        (5.0, 1.5, "such as line 2: 5 s, 1.5 J, 0.3 W"),
+        (0.05, 15_000.0, "such as line 2: 0.05 s, 15000 J, 300000 W"),
+    ],
+)
+def test_milliseconds_and_millijoules_are_noticed(tmp_path, caplog, time, energy, said):
+    path = tmp_path / "profile.csv"
+    rows = [f"0,{kind},{clock},{time},{energy}" for clock in (1400, 1200) for kind in ("forward", "backward")]
+    rows[1::2] = [row.replace(f",{time},{energy}", ",0.1,30") for row in rows[1::2]]
+    path.write_text("\n".join(["stage,instruction,frequency,time,energy", *rows]))
+    read_profile(path)
+    assert len(caplog.records) == bool(said)
+    if said:
+        assert said in caplog.text
+        assert f"{path} are in seconds, energies in joules; " in caplog.text
+        assert "Divide milliseconds and millijoules by 1000." in caplog.text
+
+
 def test_energies_that_the_profile_doubts_are_told_of(tmp_path, caplog):
     flagged = [
         f"{line},{flags}" for line, flags in zip(GOOD, ("energy_uncertain drift", "", "power_cap", ""), strict=True)
