@@ -89,6 +89,9 @@ PRIVATE = {
         "A collective call in the backward of a user's function would wait for ranks that do not make it. Nothing "
         "public tells whether autograd runs a backward."
     ),
+    "torch._C._functions.NllLossBackward0._saved_reduction": (
+        "A loss that becomes a sum where it was a mean before would be taken for one of the same kind."
+    ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
     "torch.autograd._unsafe_preserve_version_counter": (
@@ -298,6 +301,11 @@ def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     """What sets the version of a tensor back to that of now, for who gives it back the values of now."""
     keeper = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return lambda: keeper.__exit__()
+
+
+def kind_of_operation(operation: Any) -> str:
+    """What an operation of autograd's graph does; of a loss with what it does to its parts, such as adding them up."""
+    return f"{operation.name()} {getattr(operation, '_saved_reduction', '')}"
 
 
 def in_backward() -> bool:

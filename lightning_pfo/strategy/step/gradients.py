@@ -22,6 +22,7 @@ from lightning_pfo.strategy.parallel.compat import (
     accumulation_hooks_of,
     emptied,
     gradient_hooks_of,
+    kind_of_operation,
     scale_in_place,
     tree_map_only,
 )
@@ -220,8 +221,7 @@ def way_of(loss: torch.Tensor) -> int:
         for before in islice(new, _LAST_OPERATIONS - len(operations)):
             seen.add(before)
             operations.append(before)
-    names = [f"{each.name()} {getattr(each, '_saved_reduction', '')}" for each in operations]
-    return zlib.crc32(" ".join(names).encode()) or 1
+    return zlib.crc32(" ".join(map(kind_of_operation, operations)).encode()) or 1
 
 
 def to_be_differentiated(loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None) -> torch.Tensor:
