@@ -100,6 +100,21 @@ def test_iterations_that_scatter_are_no_cost_of_measuring(ranks):
     assert run["summary"]["net_saving_j"] == pytest.approx(saved_j, rel=1e-6)
 
 
+def test_where_the_disk_is_full_training_goes_on_with_a_plan(folder, ranks):
+    for name in ("full", "full_once"):
+        run = ranks[0][name]
+        assert run["problem"] is None, name
+        assert run["clocks"] == ranks[0]["whole"]["clocks"], name
+    assert [path for path in (folder / "full").rglob("*") if path.is_file()] == []
+    assert load_frontier(folder / "full_once" / "plans") == load_frontier(folder / "whole" / "plans")
+    for name in ("profile.csv", "optimizer.json"):
+        assert (folder / "full_once" / name).read_text() == (folder / "whole" / name).read_text()
+    told = (folder / "output.txt").read_text()
+    for run in ("full", "full_once"):
+        for name in ("profile.csv", "optimizer.json", "plans"):
+            assert told.count(f"{folder / run / name} cannot be written ([Errno 27] File too large") == 1
+
+
 def test_a_late_plan_is_replaced_by_one_that_is_in_time(folder, ranks):
     run, frontier = ranks[0]["late"], load_frontier(folder / "late" / "plans")
     (why,) = [note for note in run["notes"] if "so one that promises" in note]

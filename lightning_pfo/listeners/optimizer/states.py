@@ -240,6 +240,7 @@ class States:
                 self._schedule_now,
                 self._clocks_mhz,
                 self._output_dir / "profile.csv",
+                self._keeper.files,
                 objective=self._objective,
                 moment=self._moment,
                 planning=self._settings.planning,
@@ -268,7 +269,8 @@ class States:
         self.memory = replace(self.memory, is_complete=True)
         self._save()
         if is_first(self._source):
-            save_frontier(decision.frontier, self._output_dir / "plans")
+            plans = self._output_dir / "plans"
+            self._keeper.files.write(plans, partial(save_frontier, decision.frontier, plans))
         self._say(f"plan made after {self.memory}: {decision}.")
         self.trial.forget()
 

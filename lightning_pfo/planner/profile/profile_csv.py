@@ -65,12 +65,25 @@ _DOUBTS = frozenset((ENERGY_UNCERTAIN, WAITING_UNCERTAIN, DRIFT))
 
 
 def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
-    """Write profile rows as CSV, whole or not at all: contract columns first, further columns as they come.
+    """Write profile rows as CSV, whole or not at all; see `profile_text`.
+
+    Args:
+        path: File to write.
+        rows: What it holds.
+
+    Raises:
+        ProfileError: If a row lacks a contract column, or there is no row.
+    """
+    write_text_atomically(path, profile_text(path, rows))
+
+
+def profile_text(path: str | os.PathLike[str], rows: Iterable[Any]) -> str:
+    """Profile rows as CSV: contract columns first, further columns as they come.
 
     What is None or nan in a further column is not known: its cell stays empty.
 
     Args:
-        path: File to write.
+        path: Where it is meant for; messages say so.
         rows: Mappings or dataclass instances with at least the contract columns; an instruction may be an
             `InstructionType`.
 
@@ -96,7 +109,7 @@ def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
     writer = csv.DictWriter(text, [*_NEEDED, *further], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    write_text_atomically(path, text.getvalue())
+    return text.getvalue()
 
 
 def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
@@ -107,7 +120,7 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
             the right range; a clock is measured twice; or a stage or an instruction is missing.
     """
     if hasattr(source, "to_csv"):
-        return _profile_of("the table", _read_rows("the table", io.StringIO(source.to_csv(index=False))))
+        return profile_of_text("the table", source.to_csv(index=False))
     try:
         where = Path(source)
         with where.open(newline="", encoding="utf-8-sig") as file:
@@ -124,6 +137,15 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
             f"The profile {shortened(source)} cannot be read as a CSV file: {cut(str(error))}.{remedy}"
         ) from error
     return _profile_of(str(where), rows)
+
+
+def profile_of_text(where: str, text: str) -> Profile:
+    """Read a profile of which the CSV is known; messages say `where` it is from.
+
+    Raises:
+        ProfileError: Likewise.
+    """
+    return _profile_of(where, _read_rows(where, io.StringIO(text)))
 
 
 def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:

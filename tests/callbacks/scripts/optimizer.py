@@ -8,7 +8,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from common import DEVICES, fit, make_loaders
+from common import DEVICES, FullDisk, fit, make_loaders
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -182,6 +182,8 @@ def main(folder):
     results["plain"] = plain.history["train"]
     whole = optimized("whole", folder / "whole", cache_dir=folder / "cache")
     optimized("noisy", folder / "noisy", MOST_STEPS, gpu=replace(GPU, noise=0.3, seed=6))
+    optimized("full", folder / "full", further=[FullDisk()])
+    optimized("full_once", folder / "full_once", further=[FullDisk(STEPS)])
     ready = {"cache_dir": folder / "cache", "settings": SETTINGS.changed(pairs=1, look_every=1)}
     optimized("late", folder / "late", 13, objective="1.05x", further=[Late()], **ready)
     wishes = Wishes()
