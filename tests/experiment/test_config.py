@@ -256,6 +256,10 @@ def test_help_lists_groups_options_and_common_overrides(run):
             "least_energy, no_slowdown, perseus, slowdown_2_percent, top_clocks, zeus_global, zeus_per_stage. "
             "Or select one by 3, 1.02x, 2.84s, 350W, T'=2.9s,",
         ),
+        (
+            "schedule=gpipe",
+            "There is no schedule=gpipe. Known: 1f1b. Schedules: 1f1b, gpipe, interleaved_1f1b, ",
+        ),
         ("gpu=40", "There is no gpu=40. Known: auto, emulated_a100,"),
         ("gpu=emulated_a400", "There is no gpu=emulated_a400. Did you mean emulated_a40? Known: auto, emulated_a100,"),
         ("trainer.devices=two", "trainer.devices: Value 'two' of type 'str' could not be converted to Integer"),

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.schedules.registry import SCHEDULES
 from lightning_pfo.core.wording import did_you_mean
 
 
@@ -55,6 +56,8 @@ def _no_such_key(key: str, section: str, known: Iterable[str]) -> str:
 
 
 def _selections(group: str) -> str:
+    if group == "schedule":
+        return f" Schedules: {', '.join(SCHEDULES)}; select one by schedule.name=NAME."
     if group != "plan":
         return ""
     from lightning_pfo.planner.frontier.select import FORMS

@@ -198,6 +198,8 @@ def _tell_of_doubts(where: str, rows: Sequence[ProfileRow]) -> None:
 def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:
     reader = csv.reader(lines)
     header = [name.strip() for name in next(reader, [])]
+    if header == ["sep=", ""]:  # Excel's own line, which says how cells are separated
+        header = [name.strip() for name in next(reader, [])]
     missing = [column for column in _NEEDED if column not in header]
     if missing:
         raise ProfileError(
@@ -233,6 +235,12 @@ def _hint(header: Sequence[str]) -> str:
     for separator, name in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in cell for cell in header):
             return f" Cells are separated by commas, here by {name}: save it with commas."
+    if any(cell.lower() in {kind.profile_name for kind in InstructionType} for cell in header):
+        return f" The first line is the header: write the columns' names above the measurements ({','.join(_NEEDED)})."
+    for column in _NEEDED:
+        for cell in header:
+            if cell.startswith((f"{column} ", f"{column}(", f"{column}[")):
+                return f" Names of columns have no units (they are MHz, s and J): write {column}, not {cut(cell)}."
     capitals = [cell for cell in header if cell not in _NEEDED and cell.lower() in _NEEDED]
     if capitals:
         return f" Names of columns are in lower case: write {capitals[0].lower()}, not {capitals[0]}."
