@@ -118,9 +118,9 @@ class EnergyProfilerCallback(RunCallback[ProfilingRun]):
         clock_mhz = float(self._run.scan.clock_mhz)
         pl_module.log("pfo/clock_mhz", clock_mhz, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         if self._run.done and self._run.is_open:
-            if self.error is None:
-                _report(f"the profile is complete: {self.output}")
             self._run.close()
+            if self.error is None and self._run.is_written:
+                _report(f"the profile is complete: {self.output}")
         if self._stop_when_done and self._run.done:
             trainer.should_stop = True
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lightning_pfo.core.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -40,6 +43,47 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` (UTF-8) to `path`, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+class PatientFiles:
+    """Files of a training that are written as soon as they can be: a disk that is full does not end it.
+
+    What cannot be written is told once for each file, and tried again with the next one and by `try_again`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Path, Callable[[], object]] = {}
+        self._told: set[Path] = set()
+
+    @property
+    def are_written(self) -> bool:
+        """Whether nothing waits."""
+        return not self._waiting
+
+    def write(self, path: Path, write: Callable[[], object]) -> None:
+        """Write a file or folder now, or later; what waits to be written there is replaced.
+
+        Args:
+            path: What it is.
+            write: Writes it, whole or not at all.
+        """
+        self._waiting[path] = write
+        self.try_again()
+
+    def try_again(self) -> None:
+        """Write what waits."""
+        for path, write in list(self._waiting.items()):
+            try:
+                write()
+            except OSError as error:
+                if path not in self._told:
+                    log.warning(
+                        "%s cannot be written (%s). Training goes on, and it is tried again until the end.", path, error
+                    )
+                self._told.add(path)
+            else:
+                if self._waiting.get(path) is write:  # another thread may have something newer
+                    del self._waiting[path]
 
 
 def new_folder_for_earlier(folder: Path) -> Path:

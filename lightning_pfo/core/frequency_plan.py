@@ -41,7 +41,8 @@ class FrequencyPlan:
         clocks_mhz: Locked graphics clocks, one row per rank, aligned with `schedule.orders`.
         iteration_time_s: Predicted iteration time: the longest path through the instruction DAG.
         iteration_energy_j: Predicted energy of all stages during that time, waiting included.
-        lower_bound_j: No plan of this schedule and profile that is as fast can use less; 0 where not known.
+        lower_bound_j: No plan of this schedule and profile that is as fast can use less, or, where the plan is for a
+            deadline that was asked for, that keeps to it; 0 where not known.
         wait_clocks: Clocks of long waits, by rank and position. All other waits pass at the clock of the instruction
             that they precede.
         switching_cost_j: Energy that limits on clock changes cost, compared with a plan of the same time without them.

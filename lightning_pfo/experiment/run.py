@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from lightning_pfo.callbacks.frequency_plan import TOP_CLOCKS
 from lightning_pfo.cli.console import plain_console, show_table
-from lightning_pfo.core.errors import PfoError
+from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.files import write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.wording import pipeline_size
@@ -206,16 +206,22 @@ def _report(
     for where, failure in training.clock_failures.items():
         _log.warning("The figures are not those of the plan, as clocks were not set (%s): %s", where, failure)
     output_dir = Path(config.output_dir)
-    report.write(output_dir / "report.json")
-    draw_pictures(frontier, chosen, report, output_dir)
-    if one_run is not None:
-        write_page(output_dir)
-    page = "" if one_run is None else "report.html, "
     say.console.print()
     show_table(report.table(), say.console)
     if report.policies:
         say.console.print()
         show_table(comparison_table(report.policies, f"One iteration on {name}"), say.console)
+    try:  # after the table, which is not lost where the disk is full
+        report.write(output_dir / "report.json")
+        draw_pictures(frontier, chosen, report, output_dir)
+        if one_run is not None:
+            write_page(output_dir)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Results are written where there is room for them; {output_dir} has not all of them ({error}). Give "
+            "another output_dir, or make room and run again."
+        ) from error
+    page = "" if one_run is None else "report.html, "
     say.console.print(f"Written to {output_dir}: {page}report.json, profile.csv, plans, pictures.")
     saved, slower = report.saving_percent, report.slowdown_percent
     _log.info("%s: the plan saved %.2f %% of energy and took %.2f %% longer", name, saved, slower)

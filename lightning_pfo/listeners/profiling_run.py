@@ -14,7 +14,7 @@ from types import TracebackType
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.files import check_can_write, new_folder_for_earlier
+from lightning_pfo.core.files import PatientFiles, check_can_write, new_folder_for_earlier
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted
 from lightning_pfo.device import Gpu, GpuConfig
@@ -163,7 +163,7 @@ class ProfilingRun:
         self._report = report
         self._user = self if user is None else user
         self._num_rows = 0
-        self._has_written = False
+        self._has_written, self._files = False, PatientFiles()
         self._chance = random.Random(0)
         num_gpus = ranks_on_this_node(source) if num_gpus is None else num_gpus
         self._session = session = open_session(source, gpu, self._user, num_gpus=num_gpus, cluster=cluster)
@@ -212,6 +212,11 @@ class ProfilingRun:
         return self._scan.done
 
     @property
+    def is_written(self) -> bool:
+        """Whether what was measured is in the file, as far as this rank knows: the first one writes it."""
+        return self._files.are_written
+
+    @property
     def error(self) -> PfoError | None:
         """What has ended the scan early, on whichever rank; the same on every rank."""
         return self._scan.error
@@ -236,12 +241,7 @@ class ProfilingRun:
 
     def _write(self, rows: list[ProfileRow]) -> None:
         if self._writes:
-            if not self._has_written and self.output.exists():
-                place = new_folder_for_earlier(self.output.parent)
-                self.output.rename(place / self.output.name)
-                log.warning("The profile of an earlier run was moved to %s.", place / self.output.name)
-            write_profile(self.output, profile_records(rows))
-            self._has_written = True
+            self._files.write(self.output, partial(self._write_file, rows))
         if len(rows) == self._num_rows:  # a clock was visited again
             return
         self._num_rows = len(rows)
@@ -249,6 +249,14 @@ class ProfilingRun:
         measured = [row for row in rows if row.frequency == latest]
         mean_energy = math.fsum(row.energy for row in measured) / len(measured)
         self._report(f"{latest} MHz measured: {counted(len(measured), 'instruction')}, mean {mean_energy:.3g} J.")
+
+    def _write_file(self, rows: Sequence[ProfileRow]) -> None:
+        if not self._has_written and self.output.exists():
+            place = new_folder_for_earlier(self.output.parent)
+            self.output.rename(place / self.output.name)
+            log.warning("The profile of an earlier run was moved to %s.", place / self.output.name)
+        write_profile(self.output, profile_records(rows))
+        self._has_written = True
 
     def close(self) -> None:
         """Stop listening and restore the clocks; a second call does nothing."""
@@ -258,6 +266,7 @@ class ProfilingRun:
         for listener in (self._meter, self._scan):
             self._source.remove_listener(listener)
         self._meter.close()
+        self._files.try_again()
         if self.error is not None and self._writes:
             count = self._scan.position
             kept = f"the profile holds the {counted(count, 'clock')} before" if count else "it writes no profile"

@@ -223,6 +223,8 @@ def own_frontier(
         )
     baseline = replace(baseline, lower_bound_j=least_energy_j(bound, baseline.iteration_time_s))
     plans = _none_worse_than(baseline, plans)
+    for time_s in (*settings.deadlines_s, *wanted_s):
+        plans = _bounded_at(plans, time_s, bound)
     solve = solver_for(problem.schedule)
     slower = straggler_plans(problem, settings, wanted_s, latency, bound, plans[-1], solve, on_progress)
     return Frontier(
@@ -265,6 +267,16 @@ def _none_worse_than(baseline: FrequencyPlan, plans: list[FrequencyPlan]) -> lis
         return plans
     by_time = sorted([*plans, baseline], key=lambda plan: (plan.iteration_time_s, plan.iteration_energy_j))
     return cheaper_one_by_one(by_time, 0.0)
+
+
+def _bounded_at(plans: list[FrequencyPlan], deadline_s: float, bound: LowerBound) -> list[FrequencyPlan]:
+    """The plans, of which the one for a deadline has the bound of that: it may be faster, where more is proven."""
+    number = sum(plan.iteration_time_s <= deadline_s * (1 + TOLERANCE) for plan in plans) - 1
+    if number < 0:
+        return plans
+    plan = plans[number]
+    least_j = min(plan.lower_bound_j, least_energy_j(bound, deadline_s))
+    return [*plans[:number], replace(plan, lower_bound_j=least_j), *plans[number + 1 :]]
 
 
 def _switch_latency(settings: PlanSettings, profile: Profile) -> SwitchLatency:

@@ -1,6 +1,8 @@
 """Runs that optimise themselves, in real processes on emulated GPUs."""
 
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,34 @@ def test_the_plan_saves_what_it_predicts(folder, ranks):
     )
     slower = sum(whole["times_s"][n] - whole["times_s"][0] for n in measuring) / whole["times_s"][0] / len(measuring)
     assert slower < 0.06
+
+
+def test_iterations_that_scatter_are_no_cost_of_measuring(ranks):
+    """Measuring paused for the rest of a training whose first iteration at the top clocks was a fast one."""
+    run, top_mhz = ranks[0]["noisy"], 1410
+    assert run["problem"] is None
+    assert run["states"][-1] in ("Verify", "Hold")
+    clocks_mhz = [top_mhz, *run["step_clocks"]]  # that of the first iteration, which is not measured, too
+    at_top = [mhz == before_mhz == top_mhz for before_mhz, mhz in pairwise(clocks_mhz)]
+    top_j = mean(energy_j for energy_j, is_top in zip(run["energies_j"], at_top, strict=True) if is_top)
+    others = [n for n, mhz in enumerate(run["step_clocks"]) if mhz != top_mhz]
+    saved_j = sum(top_j - run["energies_j"][n] for n in others)
+    assert run["summary"]["net_saving_j"] == pytest.approx(saved_j, rel=1e-6)
+
+
+def test_where_the_disk_is_full_training_goes_on_with_a_plan(folder, ranks):
+    for name in ("full", "full_once"):
+        run = ranks[0][name]
+        assert run["problem"] is None, name
+        assert run["clocks"] == ranks[0]["whole"]["clocks"], name
+    assert [path for path in (folder / "full").rglob("*") if path.is_file()] == []
+    assert load_frontier(folder / "full_once" / "plans") == load_frontier(folder / "whole" / "plans")
+    for name in ("profile.csv", "optimizer.json"):
+        assert (folder / "full_once" / name).read_text() == (folder / "whole" / name).read_text()
+    told = (folder / "output.txt").read_text()
+    for run in ("full", "full_once"):
+        for name in ("profile.csv", "optimizer.json", "plans"):
+            assert told.count(f"{folder / run / name} cannot be written ([Errno 27] File too large") == 1
 
 
 def test_a_late_plan_is_replaced_by_one_that_is_in_time(folder, ranks):

@@ -144,6 +144,17 @@ def test_what_cannot_work_is_refused_on_every_rank(ranks, case, kind, words):
             assert word in message
 
 
+def test_where_the_disk_is_full_training_goes_on(folder, ranks):
+    for seen in ranks:
+        for name in ("full", "full_once"):
+            assert seen[name] == {"done": True, "error": None, "losses": seen["losses_plain"]}
+    assert not (folder / "full.csv").exists()
+    assert {row["frequency"] for row in csv.DictReader((folder / "full_once.csv").open())} == {"1410", "810", "210"}
+    told = (folder / "output.txt").read_text()
+    assert told.count(f"{folder / 'full.csv'} cannot be written ([Errno 27] File too large") == 1
+    assert f"the profile is complete: {folder / 'full.csv'}" not in told
+
+
 def test_an_incomplete_scan_says_so_and_leaves_no_half_profile(folder, ranks):
     assert not ranks[0]["incomplete_file"]
     assert "Training ended before the frequency scan: 0 of up to 11 clocks" in (folder / "output.txt").read_text()

@@ -1,12 +1,17 @@
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.device import GpuConfig
+from lightning_pfo.experiment import run
 from lightning_pfo.experiment.compared import comparison_table
+from lightning_pfo.experiment.config import ExperimentConfig
 from lightning_pfo.experiment.report import Report
 from lightning_pfo.experiment.windows import Training
 from lightning_pfo.planner.adaptive.verification import Verified
@@ -171,3 +176,17 @@ def test_clocks_that_were_not_set_are_said():
     assert report.as_dict()["clock_failures"] == {"rank 1": "You may not."}
     assert report.as_dict()["training"]["clocks"] == {"num_changes": 9}
     assert report.table().caption.startswith("NOT THE PLAN: clocks were not set (rank 1).")
+
+
+def test_the_table_is_shown_where_pictures_cannot_be_written(tmp_path, monkeypatch, capsys):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run, "draw_pictures", full)
+    plan = FrequencyPlan(SCHEDULE, CLOCKS, 1.6, 320.0)
+    config = ExperimentConfig(gpu=GpuConfig(kind="emulated"), output_dir=str(tmp_path))
+    frontier = SimpleNamespace(policy="ours", baseline=plan)
+    with pytest.raises(ConfigurationError, match=r"has not all of them \(.*No space left .* Give another output_dir"):
+        run._report(config, frontier, plan, training(), (), run._Narrator())
+    assert "energy (J)" in capsys.readouterr().out
+    assert (tmp_path / "report.json").exists()

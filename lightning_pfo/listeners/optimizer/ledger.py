@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -73,39 +73,50 @@ class _Sum:
 
 
 class Ledger:
-    """Keeps what iterations took.
+    """Keeps what iterations took, and compares those that had other clocks with the mean of those at the top clocks.
+
+    Iterations at the top clocks cost nothing, whatever each of them took: times and energies scatter. In those that
+    follow another one (and in the first of all) clocks settle, so that they do not say what the top clocks take.
 
     Attributes:
         steps: The last 20,000 iterations.
-        top_s: Time of an iteration at the top clocks, s; nan until it is known.
-        top_j: Its energy.
     """
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=_KEPT)
-        self.top_s = self.top_j = math.nan
         self._saved_j = 0.0  # with pipelines of before
-        self._all, self._measuring = _Sum(), _Sum()  # with this one
-        self._begun: dict[int, tuple[State, bool, float]] = {}
+        self._num_measuring = 0  # with this one
+        self._top, self._others, self._measuring = _Sum(), _Sum(), _Sum()
+        self._was_top = False  # whether the iteration before is at the top clocks
+        self._begun: dict[int, tuple[State, bool, float, list[_Sum]]] = {}
         self._mean: tuple[FrequencyPlan | None, float] = None, math.nan  # of the clocks of the latest plan
 
     @property
     def knows_top(self) -> bool:
         """Whether it is known what the top clocks take."""
-        return not math.isnan(self.top_s)
+        return self._top.count > 0
 
     @property
     def saved_j(self) -> float:
         """Energy of all iterations, less than as many at the top clocks; 0 until it is known what these take."""
-        return self._saved_j + (self._all.count * self.top_j - self._all.energy_j if self.knows_top else 0.0)
+        return self._saved_j - self._beyond_top(self._others).energy_j
 
     @property
     def measuring(self) -> Cost:
         """What measuring and planning have taken of this pipeline beyond as many iterations at the top clocks."""
-        spent = self._measuring
+        return replace(self._beyond_top(self._measuring), iterations=self._num_measuring)
+
+    @property
+    def measuring_slowdown(self) -> float:
+        """By what share of their time iterations of measuring and planning were slower than at the top clocks."""
+        cost = self.measuring
+        return cost.time_s / (cost.iterations * self._top.time_s / self._top.count) if cost.time_s else 0.0
+
+    def _beyond_top(self, spent: _Sum) -> Cost:
         if not self.knows_top:
             return Cost()
-        return Cost(spent.count, spent.time_s - spent.count * self.top_s, spent.energy_j - spent.count * self.top_j)
+        share = spent.count / self._top.count
+        return Cost(spent.count, spent.time_s - share * self._top.time_s, spent.energy_j - share * self._top.energy_j)
 
     def begin(self, iteration: int, state: State, plan: FrequencyPlan | None, top_mhz: int) -> None:
         """Note what an iteration is for; on CUDA it is measured when the next one is under way.
@@ -119,26 +130,29 @@ class Ledger:
         if plan is not None and plan is not self._mean[0]:
             self._mean = plan, statistics.fmean(chain.from_iterable(plan.clocks_mhz))
         is_planned = plan is not None and state is not State.MEASURE
-        self._begun[iteration] = state, is_planned, top_mhz if plan is None else self._mean[1]
+        clock_mhz = top_mhz if plan is None else self._mean[1]
+        is_top = plan is None or (clock_mhz == top_mhz and not plan.wait_clocks)
+        is_measuring = state in (State.MEASURE, State.PLAN)
+        if is_top:
+            sums = [self._top] if self._was_top else []
+        else:
+            sums = [self._others, self._measuring] if is_measuring else [self._others]
+        self._was_top = is_top
+        self._begun[iteration] = state, is_planned, clock_mhz, sums
 
-    def add(self, measured: IterationMeasurement) -> Step:
+    def add(self, measured: IterationMeasurement) -> None:
         """Note what an iteration took."""
-        state, is_planned, clock_mhz = self._begun.pop(measured.iteration)
+        state, is_planned, clock_mhz, sums = self._begun.pop(measured.iteration)
         for earlier in [number for number in self._begun if number < measured.iteration]:
             del self._begun[earlier]  # was not measured
-        step = Step(measured.iteration, state, is_planned, clock_mhz, measured.time_s, measured.energy_j)
-        self.steps.append(step)
-        self._all.add(measured)
-        if state in (State.MEASURE, State.PLAN):
-            self._measuring.add(measured)
-        return step
-
-    def take_for_top(self, time_s: float, energy_j: float) -> None:
-        """Say what an iteration at the top clocks takes; that counts for those of before too."""
-        self.top_s, self.top_j = time_s, energy_j
+        self.steps.append(Step(measured.iteration, state, is_planned, clock_mhz, measured.time_s, measured.energy_j))
+        self._num_measuring += state in (State.MEASURE, State.PLAN)
+        for one in sums:
+            one.add(measured)
 
     def forget_top(self) -> None:
         """Another pipeline begins, which takes something else."""
         self._saved_j = self.saved_j
-        self._all, self._measuring = _Sum(), _Sum()
-        self.top_s = self.top_j = math.nan
+        self._num_measuring = 0
+        self._top, self._others, self._measuring = _Sum(), _Sum(), _Sum()
+        self._was_top = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_pfo.core.errors import DeviceError, PfoError
@@ -54,6 +54,7 @@ class Measuring:
         schedule: What is executed.
         tops_mhz: The top clock of each rank of the pipeline.
         settings: How exact and how slow measuring may be.
+        slowdown: Says by what share iterations were slower so far; the same on all ranks.
 
     Attributes:
         plan: Clocks of the coming iteration; None for the top clocks.
@@ -67,8 +68,10 @@ class Measuring:
         schedule: PipelineSchedule,
         tops_mhz: Sequence[int],
         settings: OptimizerSettings,
+        slowdown: Callable[[], float],
     ) -> None:
         self._source, self._session, self._settings = source, session, settings
+        self._slowdown = slowdown
         self._schedule, self._tops_mhz = schedule, tuple(tops_mhz)
         self._order = schedule.orders[source.rank]
         self._meter = ProbeMeter(session.gpu, source)
@@ -81,7 +84,6 @@ class Measuring:
         self._usual_latency_s = 0.0
         self._num_done = 0  # iterations of the present measurement
         self._is_pausing = False
-        self._spent_s = self._excess_s = 0.0
         self.plan: FrequencyPlan | None = None
 
     def close(self) -> None:
@@ -152,7 +154,7 @@ class Measuring:
 
     def _begin_probe(self) -> None:
         self._num_done = 0
-        self._is_pausing = self._excess_s > self._settings.measuring_slowdown * self._spent_s
+        self._is_pausing = self._slowdown() > self._settings.measuring_slowdown
         if self._is_pausing:
             self.plan = None
             self._meter.use(self._order, _NOTHING)
@@ -164,11 +166,6 @@ class Measuring:
         """Measure from here on; of whole iterations everything counts, the waits too."""
         probe = self._probes[self._source.rank]
         self._meter.use(self._order, probe if probe.iterations == 1 else None)
-
-    def spend(self, time_s: float, top_s: float) -> None:
-        """Note what an iteration took, and what it would have taken at the top clocks."""
-        self._spent_s += top_s
-        self._excess_s += max(time_s - top_s, 0.0)
 
     def after_probe(self) -> tuple[Found | None, bool]:
         """What was found, if anything, and whether all is done.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.files import write_text_atomically
+from lightning_pfo.core.files import PatientFiles, write_text_atomically
 from lightning_pfo.core.wording import counted, cut
 from lightning_pfo.listeners.profile_row import ProfileRow
-
-log = logging.getLogger(__name__)
 
 VERSION = 1
 FILE_NAME = "optimizer.json"
@@ -161,22 +158,23 @@ class Keeper:
         output_dir: Where results are.
         cache_dir: Where further runs of the same job look too, if anywhere.
         given: `Memory.as_dict` of a checkpoint, if there is one.
+
+    Attributes:
+        files: Writes what is kept.
     """
 
     def __init__(self, output_dir: Path, cache_dir: Path | None, given: Mapping[str, Any] | None) -> None:
         self._output_dir, self._cache_dir, self._given = output_dir, cache_dir, given
+        self.files = PatientFiles()
 
     def _folders(self, fingerprint: Mapping[str, str]) -> list[Path]:
         cached = [] if self._cache_dir is None else [_place_in(self._cache_dir, fingerprint)]
         return [*cached, self._output_dir]
 
     def save(self, memory: Memory) -> None:
-        """Write it everywhere; a disk that is full does not end a training."""
+        """Write it everywhere."""
         for folder in self._folders(memory.fingerprint):
-            try:
-                memory.save(folder / FILE_NAME)
-            except OSError as error:
-                log.warning("What was measured cannot be kept in %s: %s", folder, error)
+            self.files.write(folder / FILE_NAME, partial(memory.save, folder / FILE_NAME))
 
     def recall(self, fingerprint: Mapping[str, str]) -> tuple[Memory | None, str | None]:
         """The most that was kept of a pipeline; or None, and why not if there was something."""

@@ -172,7 +172,9 @@ class States:
             self._give_up(str(error))
             return
         tops_mhz = [self._clocks_mhz[0]] * schedule.num_ranks
-        self._measuring = Measuring(self._source, self._session, schedule, tops_mhz, self._settings)
+        self._measuring = Measuring(
+            self._source, self._session, schedule, tops_mhz, self._settings, lambda: self.ledger.measuring_slowdown
+        )
         self._measuring.know(self.memory.rows, self.memory.latencies_s)
         self._save()
         if self.memory.is_complete:
@@ -193,8 +195,9 @@ class States:
         self._num_rounds, self._is_recalled = 0, False
 
     def _after_warm_up(self, iteration: int, measured: IterationMeasurement) -> None:
-        if self.memory.rows and self._changed is None:  # one iteration says what the top clocks take
-            found = None
+        if self.memory.rows and self._changed is None:
+            if not self.ledger.knows_top:
+                return
         elif self._measurer.is_listening:
             found = self._measurer.after_top()
             if found is None:
@@ -203,7 +206,6 @@ class States:
         else:
             self._measurer.measure_tops()
             return
-        self.ledger.take_for_top(measured.time_s, measured.energy_j)
         self._measure_bracket()
 
     # ---- Measure: the first clocks, then those that Plan asks for ----
@@ -238,6 +240,7 @@ class States:
                 self._schedule_now,
                 self._clocks_mhz,
                 self._output_dir / "profile.csv",
+                self._keeper.files,
                 objective=self._objective,
                 moment=self._moment,
                 planning=self._settings.planning,
@@ -266,7 +269,8 @@ class States:
         self.memory = replace(self.memory, is_complete=True)
         self._save()
         if is_first(self._source):
-            save_frontier(decision.frontier, self._output_dir / "plans")
+            plans = self._output_dir / "plans"
+            self._keeper.files.write(plans, partial(save_frontier, decision.frontier, plans))
         self._say(f"plan made after {self.memory}: {decision}.")
         self.trial.forget()
 
@@ -291,9 +295,6 @@ class States:
             self._remeasure(outcome.changed)
             return
         if outcome.found is not None:
-            top = outcome.found.baseline
-            self.ledger.take_for_top(top.iteration_time_s, top.iteration_energy_j)
-            self._account()
             self._say(f"measured in {outcome.found}.")
         assert self.frontier is not None
         instead = self.trial.instead(self.frontier, self._say)
@@ -375,12 +376,7 @@ class States:
 
     def _note(self, measured: IterationMeasurement) -> None:
         """Keep what an iteration took; on CUDA that is the one before the last."""
-        step = self.ledger.add(measured)
-        if self.ledger.knows_top and step.state in (State.MEASURE, State.PLAN):
-            self._measurer.spend(measured.time_s, self.ledger.top_s)
-        self._account()
-
-    def _account(self) -> None:
+        self.ledger.add(measured)
         before, now = self._before, self.ledger.measuring
         self.memory = replace(
             self.memory,

@@ -19,12 +19,13 @@ import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionListener, InstructionSource
-from lightning_pfo.core.files import check_can_write, write_text_atomically
+from lightning_pfo.core.files import PatientFiles, check_can_write, write_text_atomically
 from lightning_pfo.core.frequency_plan import FrequencyPlan
 from lightning_pfo.core.ranges import check_between
 from lightning_pfo.core.wording import counted, cut
@@ -104,6 +105,7 @@ class PlanSweep(InstructionListener):
         if num_plans is not None:
             check_between("num_plans", num_plans, 1, len(plans))
         self._output, self._source, self._report = Path(output), source, report
+        self._files = PatientFiles()
         self._iterations, self._warmup = iterations, warmup_iterations
         self.rows: dict[int, dict[str, float]] = {}
         check_together(source, self._take_up)
@@ -173,7 +175,7 @@ class PlanSweep(InstructionListener):
             writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows[one] for one in sorted(self.rows))
-            write_text_atomically(self._output, text.getvalue())
+            self._files.write(self._output, partial(write_text_atomically, self._output, text.getvalue()))
         self._report(
             f"plan {number}: {time_s:.4g} s ({values[3]:+.2f} % of what it promises) and {energy_j:.5g} J "
             f"({values[6]:+.2f} %); {len(self._waiting)} to go."
@@ -208,6 +210,7 @@ class PlanSweep(InstructionListener):
         if self.is_open:
             self.is_open = False
             self._source.remove_listener(self)
+            self._files.try_again()
             self._run.close()
 
     def __enter__(self) -> PlanSweep:

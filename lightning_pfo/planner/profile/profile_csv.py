@@ -68,12 +68,25 @@ _DOUBTS = frozenset((ENERGY_UNCERTAIN, WAITING_UNCERTAIN, DRIFT))
 
 
 def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
-    """Write profile rows as CSV, whole or not at all: contract columns first, further columns as they come.
+    """Write profile rows as CSV, whole or not at all; see `profile_text`.
+
+    Args:
+        path: File to write.
+        rows: What it holds.
+
+    Raises:
+        ProfileError: If a row lacks a contract column, or there is no row.
+    """
+    write_text_atomically(path, profile_text(path, rows))
+
+
+def profile_text(path: str | os.PathLike[str], rows: Iterable[Any]) -> str:
+    """Profile rows as CSV: contract columns first, further columns as they come.
 
     What is None or nan in a further column is not known: its cell stays empty.
 
     Args:
-        path: File to write.
+        path: Where it is meant for; messages say so.
         rows: Mappings or dataclass instances with at least the contract columns; an instruction may be an
             `InstructionType`.
 
@@ -99,7 +112,7 @@ def write_profile(path: str | os.PathLike[str], rows: Iterable[Any]) -> None:
     writer = csv.DictWriter(text, [*_NEEDED, *further], restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
-    write_text_atomically(path, text.getvalue())
+    return text.getvalue()
 
 
 def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
@@ -110,7 +123,7 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
             the right range; a clock is measured twice; or a stage or an instruction is missing.
     """
     if hasattr(source, "to_csv"):
-        return _profile_of("the table", _read_rows("the table", io.StringIO(source.to_csv(index=False))))
+        return profile_of_text("the table", source.to_csv(index=False))
     try:
         where = Path(source)
         with where.open(newline="", encoding="utf-8-sig") as file:
@@ -127,6 +140,15 @@ def read_profile(source: str | os.PathLike[str] | pd.DataFrame) -> Profile:
             f"The profile {shortened(source)} cannot be read as a CSV file: {cut(str(error))}.{remedy}"
         ) from error
     return _profile_of(str(where), rows)
+
+
+def profile_of_text(where: str, text: str) -> Profile:
+    """Read a profile of which the CSV is known; messages say `where` it is from.
+
+    Raises:
+        ProfileError: Likewise.
+    """
+    return _profile_of(where, _read_rows(where, io.StringIO(text)))
 
 
 def _profile_of(where: str, rows: Sequence[ProfileRow]) -> Profile:
@@ -204,6 +226,8 @@ def _tell_of_other_units(where: str, rows: Sequence[ProfileRow]) -> None:
 def _read_rows(where: str, lines: Iterable[str]) -> list[ProfileRow]:
     reader = csv.reader(lines)
     header = [name.strip() for name in next(reader, [])]
+    if header == ["sep=", ""]:  # Excel's own line, which says how cells are separated
+        header = [name.strip() for name in next(reader, [])]
     missing = [column for column in _NEEDED if column not in header]
     if missing:
         raise ProfileError(
@@ -239,6 +263,12 @@ def _hint(header: Sequence[str]) -> str:
     for separator, name in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in cell for cell in header):
             return f" Cells are separated by commas, here by {name}: save it with commas."
+    if any(cell.lower() in {kind.profile_name for kind in InstructionType} for cell in header):
+        return f" The first line is the header: write the columns' names above the measurements ({','.join(_NEEDED)})."
+    for column in _NEEDED:
+        for cell in header:
+            if cell.startswith((f"{column} ", f"{column}(", f"{column}[")):
+                return f" Names of columns have no units (they are MHz, s and J): write {column}, not {cut(cell)}."
     capitals = [cell for cell in header if cell not in _NEEDED and cell.lower() in _NEEDED]
     if capitals:
         return f" Names of columns are in lower case: write {capitals[0].lower()}, not {capitals[0]}."

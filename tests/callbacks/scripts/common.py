@@ -1,5 +1,6 @@
 """What the training scripts of these tests share."""
 
+import resource
 import sys
 from pathlib import Path
 
@@ -11,6 +12,24 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "strategy" / "scripts"))
 from plain_module import PlainModule, make_loaders
 
 DEVICES = 2
+
+
+class FullDisk(L.Callback):
+    """No file can be written from the begin of a training to its end, or to some batch of it."""
+
+    def __init__(self, until_batch=None):
+        self._until_batch = until_batch
+
+    def on_train_start(self, trainer, pl_module):
+        self._usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._usual[1]))
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self._until_batch:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._usual)
+
+    def on_fit_end(self, trainer, pl_module):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._usual)
 
 
 def fit(

@@ -2,12 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 import lightning as L
 import torch
-from common import DEVICES, fit, make_loaders
+from common import DEVICES, FullDisk, fit, make_loaders
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -35,11 +36,12 @@ def optimized(
     cache_dir=None,
     further=(),
     settings=SETTINGS,
+    gpu=GPU,
     **options,
 ):
     """One training; notes what came of it."""
     callback = PipelineFrequencyOptimizerCallback(
-        objective, gpu=GPU, output_dir=folder, cache_dir=cache_dir, settings=settings
+        objective, gpu=gpu, output_dir=folder, cache_dir=cache_dir, settings=settings
     )
     options = {"strategy": PfoPipelineStrategy(num_microbatches=6), **options}
     trainer, module = fit([callback, *further], max_steps=steps, **options)
@@ -50,6 +52,7 @@ def optimized(
         "times_s": [step.time_s for step in run.ledger.steps],
         "energies_j": [step.energy_j for step in run.ledger.steps],
         "planned": [step.is_planned for step in run.ledger.steps],
+        "step_clocks": [step.clock_mhz for step in run.ledger.steps],
         "problem": run.problem,
         "notes": run.notes,
         "places": sorted([row.stage, row.instruction, row.frequency] for row in run.memory.rows),
@@ -178,6 +181,9 @@ def main(folder):
     _, plain = fit([], max_steps=MOST_STEPS, strategy=PfoPipelineStrategy(num_microbatches=6))
     results["plain"] = plain.history["train"]
     whole = optimized("whole", folder / "whole", cache_dir=folder / "cache")
+    optimized("noisy", folder / "noisy", MOST_STEPS, gpu=replace(GPU, noise=0.3, seed=6))
+    optimized("full", folder / "full", further=[FullDisk()])
+    optimized("full_once", folder / "full_once", further=[FullDisk(STEPS)])
     ready = {"cache_dir": folder / "cache", "settings": SETTINGS.changed(pairs=1, look_every=1)}
     optimized("late", folder / "late", 13, objective="1.05x", further=[Late()], **ready)
     wishes = Wishes()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from common import DEVICES, fit
+from common import DEVICES, FullDisk, fit
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pfo.callbacks import EnergyProfilerCallback, FrequencyPlanCallback
@@ -92,6 +92,10 @@ def main(folder):
     incomplete = EnergyProfilerCallback(folder / "incomplete.csv", gpu=GPU, clock_step_mhz=120)
     fit([incomplete], max_steps=2)
     results["incomplete_file"] = (folder / "incomplete.csv").exists()
+    for name, until in (("full", None), ("full_once", 4)):
+        full = EnergyProfilerCallback(folder / f"{name}.csv", gpu=GPU, clock_step_mhz=600, iterations_per_clock=1)
+        _, module = fit([full, FullDisk(until)], max_steps=12)
+        results[name] = {"done": full.done, "error": full.error, "losses": module.history["train"][:6]}
     (folder / f"rank_{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 

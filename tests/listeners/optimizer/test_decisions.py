@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_pfo.core.errors import ConfigurationError, PlanError
+from lightning_pfo.core.frequency_plan import uniform_plan
+from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.listeners.meters.iterations import IterationMeasurement
 from lightning_pfo.listeners.optimizer.choosing.decision import with_waiting_power
 from lightning_pfo.listeners.optimizer.choosing.objectives import EnergyPrice, JobDeadline, Moment, Selection
@@ -130,20 +132,36 @@ def test_windows_are_longer_where_counters_tick():
     assert window_steps(OptimizerSettings(window_steps=60), 0.1, 0.001) == 60
 
 
-def test_what_was_spent_is_settled_when_the_top_clocks_are_known_better():
+def noted(ledger, state, time_s, energy_j, plan=None):
+    iteration = len(ledger.steps)
+    ledger.begin(iteration, state, plan, 1410)
+    ledger.add(IterationMeasurement(iteration, time_s, energy_j))
+
+
+def test_what_is_spent_is_what_other_clocks_take_beyond_the_mean_at_the_top_clocks():
+    schedule = make_schedule("1f1b", 2, 2)
+    low, top = uniform_plan(schedule, [900, 900]), uniform_plan(schedule, [1410, 1410])
     ledger = Ledger()
-    for iteration, (state, energy_j) in enumerate([(State.WARM_UP, 96.0), (State.MEASURE, 90.0), (State.PLAN, 99.0)]):
-        ledger.begin(iteration, state, None, 1410)
-        ledger.add(IterationMeasurement(iteration, 1.1, energy_j))
-        if state is State.WARM_UP:
-            assert ledger.saved_j == 0
-            ledger.take_for_top(1.0, 96.0)
-    assert ledger.measuring == Cost(2, pytest.approx(0.2), pytest.approx(-3.0))
-    ledger.take_for_top(1.0, 100.0)  # in windows
-    assert ledger.measuring == Cost(2, pytest.approx(0.2), pytest.approx(-11.0))
-    assert ledger.saved_j == pytest.approx(15.0)
+    noted(ledger, State.WARM_UP, 60.0, 900.0)  # the first: kernels are chosen
+    assert (ledger.knows_top, ledger.saved_j) == (False, 0)
+    noted(ledger, State.WARM_UP, 0.8, 96.0)  # a lucky one
+    noted(ledger, State.MEASURE, 1.3, 90.0, low)
+    assert ledger.measuring == Cost(1, pytest.approx(0.5), pytest.approx(-6.0))
+    noted(ledger, State.MEASURE, 2.0, 300.0)  # clocks settle, so that it says nothing
+    assert ledger.measuring == Cost(2, pytest.approx(0.5), pytest.approx(-6.0))
+    noted(ledger, State.MEASURE, 1.2, 104.0)
+    assert ledger.measuring == Cost(3, pytest.approx(0.3), pytest.approx(-10.0))  # 1 s and 100 J at the top clocks
+    assert ledger.measuring_slowdown == pytest.approx(0.1)
+    for n in range(100):  # scatters as it may: this costs nothing, so that measuring goes on some time
+        noted(ledger, State.MEASURE, 1.0 + 0.3 * (-1) ** n, 100.0 - 20 * (-1) ** n)
+    assert ledger.measuring == Cost(103, pytest.approx(0.3), pytest.approx(-10.0))
+    assert ledger.measuring_slowdown == pytest.approx(0.3 / 103)
+    noted(ledger, State.HOLD, 1.0, 85.0, low)
+    assert ledger.saved_j == pytest.approx(25.0)
+    noted(ledger, State.HOLD, 5.0, 500.0, top)  # a plan of the top clocks is no other
+    assert ledger.saved_j == pytest.approx(25.0)
     ledger.forget_top()
-    assert (ledger.saved_j, ledger.measuring) == (pytest.approx(15.0), Cost())
+    assert (ledger.saved_j, ledger.measuring) == (pytest.approx(25.0), Cost())
 
 
 # ---- what is kept ----

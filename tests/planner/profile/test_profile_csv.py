@@ -188,6 +188,8 @@ def test_a_stage_without_a_clock_for_all_its_instructions_is_an_error(tmp_path):
         (GOOD, HEADER.replace(",", ";"), r"separated by commas, here by semicolons: save it with commas\."),
         (GOOD, HEADER.replace(",", "\t"), r"separated by commas, here by tabs: save it with commas\."),
         ([HEADER, *GOOD], "# by me", r"first line is the header: delete the comment above it\."),
+        (GOOD[1:], GOOD[0], r"The first line is the header: write the columns' names above the measurements \(stage,"),
+        (GOOD, HEADER.replace("time", "time (s)"), r"\(they are MHz, s and J\): write time, not time \(s\)\."),
         (GOOD, HEADER.replace("stage", "Stage"), r"in lower case: write stage, not Stage\."),
         ([*GOOD[1:], "0,F,1410,0.05,20"], HEADER, "Unknown instruction name 'F'"),
         ([*GOOD[1:], "0,forward,1410,nan,20"], HEADER, "column 'time' must be a positive number"),
@@ -229,6 +231,10 @@ def test_numbers_far_from_any_machine_are_errors_with_the_range(tmp_path, line, 
     with pytest.raises(ProfileError, match=message) as error:
         read_profile(write(tmp_path, [*GOOD[1:], line]))
     assert len(str(error.value)) < 1000
+
+
+def test_the_line_in_which_excel_says_how_cells_are_separated_is_no_header(tmp_path):
+    assert read_profile(write(tmp_path, [HEADER, *GOOD], "sep=,")) == read_profile(write(tmp_path, GOOD))
 
 
 def test_a_hundred_thousand_columns_are_read_at_once(tmp_path):

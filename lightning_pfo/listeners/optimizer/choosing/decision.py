@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lightning_pfo.core.errors import DeviceError
+from lightning_pfo.core.files import PatientFiles, write_text_atomically
 from lightning_pfo.core.flags import POWER_CAP
 from lightning_pfo.core.frequency_plan import FrequencyPlan, saving_percent
 from lightning_pfo.core.instruction import InstructionType
@@ -19,7 +21,7 @@ from lightning_pfo.listeners.optimizer.memory import Memory
 from lightning_pfo.listeners.profile_row import ProfileRow, profile_records
 from lightning_pfo.planner.adaptive.choice import Kind, choose, is_worth_more
 from lightning_pfo.planner.frontier.data import Frontier
-from lightning_pfo.planner.profile.profile_csv import read_profile, write_profile
+from lightning_pfo.planner.profile.profile_csv import profile_of_text, profile_text
 from lightning_pfo.planner.profile.switch_latency import summarised
 from lightning_pfo.planner.settings import PlanSettings
 
@@ -54,6 +56,7 @@ def decide(
     schedule: PipelineSchedule,
     clocks_mhz: Sequence[int],
     profile_path: Path,
+    files: PatientFiles,
     *,
     objective: Objective,
     moment: Moment,
@@ -68,6 +71,7 @@ def decide(
         schedule: What is executed.
         clocks_mhz: Clocks that all GPUs have, the highest first.
         profile_path: Where the profile is written.
+        files: Writes it.
         objective: Which plan is wanted.
         moment: How far the training has come.
         planning: How to plan.
@@ -79,9 +83,10 @@ def decide(
         PfoError: If no plan can be made.
     """
     _check_several_clocks(memory.rows)
-    write_profile(profile_path, profile_records(with_latency(with_waiting_power(memory.rows), memory)))
+    text = profile_text(profile_path, profile_records(with_latency(with_waiting_power(memory.rows), memory)))
+    files.write(profile_path, partial(write_text_atomically, profile_path, text))
     choice = choose(
-        read_profile(profile_path),
+        profile_of_text(str(profile_path), text),
         schedule,
         clocks_mhz,
         select=lambda frontier: objective.plan_of(frontier, moment),
