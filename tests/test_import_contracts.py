@@ -143,6 +143,7 @@ MAY_KNOW = {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.gradients", "strategy.step.outcome", "strategy.step.programs"),
         *("strategy.step.on_stages", "strategy.step.recording", "strategy.step.values"),
+        "strategy.step.first_batch.sizes",
     },
     "strategy.step.by_units": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.effects"),

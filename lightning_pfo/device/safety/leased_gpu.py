@@ -114,8 +114,9 @@ class LeasedGpu(ABC):
                 "set whoever uses it. Where others do, use gpu.dry_run=true; where nobody does, gpu.share=true says so."
             )
         others = foreign(pids or ())
-        found = f"{counted(len(others), 'process', 'processes')} of others compute on it ({listed(others)})"
-        return found if others else ""
+        if not others:
+            return ""
+        return f"{counted(len(others), 'process', 'processes')} of others compute on it ({listed(others)})"
 
     def lock_graphics_clock(self, clock_mhz: int) -> None:
         """Lock the graphics clock; drivers themselves would silently round an unsupported one.

@@ -26,6 +26,9 @@ class State(Enum):
     HOLD = "Hold"
 
 
+_MEASURING = (State.MEASURE, State.PLAN)
+
+
 @dataclass(frozen=True)
 class Step:
     """One iteration of the run.
@@ -132,7 +135,7 @@ class Ledger:
         is_planned = plan is not None and state is not State.MEASURE
         clock_mhz = top_mhz if plan is None else self._mean[1]
         is_top = plan is None or (clock_mhz == top_mhz and not plan.wait_clocks)
-        is_measuring = state in (State.MEASURE, State.PLAN)
+        is_measuring = state in _MEASURING
         if is_top:
             sums = [self._top] if self._was_top else []
         else:
@@ -146,7 +149,7 @@ class Ledger:
         for earlier in [number for number in self._begun if number < measured.iteration]:
             del self._begun[earlier]  # was not measured
         self.steps.append(Step(measured.iteration, state, is_planned, clock_mhz, measured.time_s, measured.energy_j))
-        self._num_measuring += state in (State.MEASURE, State.PLAN)
+        self._num_measuring += state in _MEASURING
         for one in sums:
             one.add(measured)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.engine.endings import StepEndedError, ending_as_raised
+from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
@@ -20,7 +20,6 @@ from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
-from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared
@@ -36,7 +35,6 @@ from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
-from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
 from lightning_pfo.strategy.step.gradients import (
     attach_gradients,
     do_nothing,
@@ -45,6 +43,7 @@ from lightning_pfo.strategy.step.gradients import (
     to_be_differentiated,
     way_of,
 )
+from lightning_pfo.strategy.step.iterations.again import WeighedOtherwiseError, run_again
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
 from lightning_pfo.strategy.step.metrics.compat import set_batch_value
@@ -61,10 +60,6 @@ Step = Callable[..., Any]
 """A user's step: `step(batch, *rest)`."""
 Outputs = Literal["all", "first", "last", "nobody"]
 """Which ranks are to have what a step returned: all, the first, or the one that knows it."""
-
-
-class _WeighedOtherwiseError(Exception):
-    """A batch was run by weights that do not suit its loss; others are known now."""
 
 
 class StepRunner:
@@ -217,40 +212,7 @@ class StepRunner:
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
     def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
-        """Run a step, and once more if need be."""
-        with sizes_told(of, self.owner, self.programs, joins=self.batching.joins_microbatches):
-            return self._by_rows(of, run)
-
-    def _by_rows(self, of: StepOnBatch, run: Callable[[], T]) -> T:
-        """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
-        try:
-            return self._following(of, run)
-        except StepEndedError:
-            raise
-        except Exception as error:
-            if of.programs is not None or not self._rows.divide():
-                raise
-            self.programs.forget()
-            try:
-                return self._following(of, run)
-            except Exception:
-                self._rows.give_up()
-                self.programs.forget()
-                raise error from None
-
-    def _following(self, of: StepOnBatch, run: Callable[[], T]) -> T:
-        """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace.
-
-        Once more, too, if it has told only then what its microbatches count by.
-        """
-        try:
-            return run()
-        except (DeviationError, AbsentValueError):  # the end of a step on the whole batch may need more than in a trace
-            if of.programs is not None or not self.programs.follow(of.kind):
-                raise
-            return run()
-        except _WeighedOtherwiseError:
-            return run()
+        return run_again(of, run, self.owner, self.programs, joins=self.batching.joins_microbatches)
 
     @contextmanager
     def _error_of_replicas(self, average: bool) -> Iterator[None]:
@@ -410,7 +372,7 @@ class StepRunner:
             self._first_looks.look_at_news(of)
             # replicas would have to do so together
             if train and not stages.has_replicas and stages.rules.labels(of.source) != before:
-                raise _WeighedOtherwiseError
+                raise WeighedOtherwiseError
             outcome = merged() if engine.is_last else {}
             apart = outcome.pop("output", None) if outputs in ("first", "last") else None
             shared = exchange.share(outcome)

@@ -1,1 +1,1 @@
-"""Iterations of a training step: their gradients, and several of them for steps that optimize several times."""
+"""Iterations of a training step: their gradients, several of them for steps that optimize several times, and again."""

@@ -1,0 +1,68 @@
+"""Running a step once more: where it finds what a batch has left for rows, or does something else than in its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+from lightning_pfo.strategy.engine.endings import StepEndedError
+from lightning_pfo.strategy.model.tracing.ends import DeviationError
+from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
+from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
+from lightning_pfo.strategy.step.outcome import StepOnBatch
+from lightning_pfo.strategy.step.programs import Programs
+
+T = TypeVar("T")
+
+
+class WeighedOtherwiseError(Exception):
+    """A batch was run by weights that do not suit its loss; others are known now."""
+
+
+def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: Programs, *, joins: bool) -> T:
+    """Run a step, and once more if need be.
+
+    Args:
+        of: The step.
+        run: Runs it.
+        owner: The user's module.
+        programs: Traces it.
+        joins: Whether what microbatches come to is joined before the loss.
+    """
+    with sizes_told(of, owner, programs, joins=joins):
+        return _by_rows(of, run, programs)
+
+
+def _by_rows(of: StepOnBatch, run: Callable[[], T], programs: Programs) -> T:
+    """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
+    try:
+        return _following(of, run, programs)
+    except StepEndedError:
+        raise
+    except Exception as error:
+        if of.programs is not None or not of.rows.divide():
+            raise
+        programs.forget()
+        try:
+            return _following(of, run, programs)
+        except Exception:
+            of.rows.give_up()
+            programs.forget()
+            raise error from None
+
+
+def _following(of: StepOnBatch, run: Callable[[], T], programs: Programs) -> T:
+    """Run a step; once more, and with a trace of each microbatch, if it does something else than in a trace.
+
+    Once more, too, if it has told only then what its microbatches count by.
+    """
+    try:
+        return run()
+    except (DeviationError, AbsentValueError):  # the end of a step on the whole batch may need more than in a trace
+        if of.programs is not None or not programs.follow(of.kind):
+            raise
+        return run()
+    except WeighedOtherwiseError:
+        return run()
