@@ -230,6 +230,26 @@ class CouplesLater(Base):
         return loss
 
 
+class Curriculum(Base):
+    """Trains by another mean from the second epoch on, and evaluates by what is no mean then."""
+
+    def training_step(self, batch, batch_idx):
+        error = self.layers(batch) - batch
+        return (error.abs() if self.current_epoch else error.square()).mean()
+
+    def validation_step(self, batch, batch_idx):
+        errors = (self.layers(batch) - batch).abs()
+        self.log("error", errors.max() if self.current_epoch else errors.mean())
+
+
+class EvaluatesOtherwise(Base):
+    """Evaluates batches by what is no mean from the twelfth on."""
+
+    def validation_step(self, batch, batch_idx):
+        errors = (self.layers(batch) - batch).abs()
+        self.log("late error", errors.max() if batch_idx > 10 else errors.mean())
+
+
 class Recurrent(Base):
     """Keeps a state with a row for each sample, which microbatches of one take as it is, or one that they cannot."""
 
@@ -308,13 +328,13 @@ class SetInHook(Base):
         return rate * self.layers(batch).square().mean()
 
 
-def make_trainer(devices):
+def make_trainer(devices, epochs=1):
     strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
     return L.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=devices,
-        max_epochs=1,
+        max_epochs=epochs,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -360,6 +380,9 @@ def equal_to_one_device(devices):
     for use in ("cells", "in the second dimension"):
         found[use] = train(Stateful(use), devices)
     found["rows of one"] = train(Recurrent(), devices)
+    module, trainer = Curriculum(), make_trainer(devices, epochs=2)
+    trainer.fit(module, loader(), loader())
+    found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]
     found["copies weights"] = train(SetInHook("copy"), devices)
     found["tied evaluation"] = train(Tied("evaluation"), devices)
     return found
@@ -369,6 +392,8 @@ def main():
     found = equal_to_one_device(4)
     refused = {use: refusal(UsesLaterWeights(use), 4) for use in ("number", "loss")}
     refused |= {"tied late": refusal(Tied("late"), 4)}
+    # which is told of
+    make_trainer(4).validate(EvaluatesOtherwise(), DataLoader(X.repeat(7, 1), batch_size=4), verbose=False)
     train(Recurrent("flat"), 4)  # which is told of
     refused["hook, order"] = refusal(SetInHook("order"), 4)
     refused["scripted"] = refusal(Scripted(), 4)

@@ -1,6 +1,7 @@
 """Later batches and evaluations that do other things than the first batch: as on one device, or refused by name."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def results(tmp_path_factory):
 EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers"]
-STATES = ["cells", "in the second dimension", "rows of one"]
+STATES = ["curriculum", "cells", "in the second dimension", "rows of one"]
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,9 @@ def test_gradients_are_handed_out_once(results):
 
 def test_a_first_batch_has_gradients_where_layers_differentiate(results):
     assert "does not require grad" not in results[2]
+
+
+@pytest.mark.parametrize("number", ["error", "late error"])
+def test_a_logged_number_that_becomes_another_one_is_told_of(results, number):
+    told = rf"put together by another rule from here on: [^)]*'{number}' \([^)]*; now: largest"
+    assert len(re.findall(told, results[2])) == 1

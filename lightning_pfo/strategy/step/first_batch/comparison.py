@@ -17,7 +17,7 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch import slopes
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
 from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
-from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
+from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair, describe_changed
 from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
@@ -86,6 +86,7 @@ class Comparison:
         self._has_run = False
         self._are_slopes_known = False
         self._places: dict[Source, set[Any]] = {}
+        self._ways: defaultdict[Source, int] = defaultdict(lambda: 1)
         self._news: defaultdict[tuple[Source, bool], int] = defaultdict(lambda: _NEWS)
 
     def check(self, first: StepOnBatch) -> None:
@@ -102,7 +103,7 @@ class Comparison:
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
         is_telling = self._may_tell(source) and self._tells_of_labels(first)
-        if is_late and source in self._untold and self._number[source] in _AGAIN:
+        if is_late and self._is_again_due(source):
             self._tries[source] = 1
         is_second = self._leaves_something and self._number_trained == _SECOND
         is_due = is_second or (self._number_trained in _LATER and not self._tries[source])
@@ -118,6 +119,15 @@ class Comparison:
             self._asked[source] = self._number_trained
             if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
                 self._runner.rules.weigh_by(source, None)
+
+    def _is_again_due(self, source: Source) -> bool:
+        """Whether numbers of a step may be others by now: there was nothing to tell by, or losses have changed."""
+        number = self._number[source]
+        if source[0] == "train":
+            return source in self._untold and number in _AGAIN
+        ways = 0 if self._divided else min(len(self._runner.rules.ways), _NEWS)  # of random layers there are many
+        before, self._ways[source] = self._ways[source], ways
+        return ways > before or number in (_AGAIN if source in self._untold else _LATER)
 
     def _may_tell(self, source: Source) -> bool:
         """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
@@ -182,7 +192,7 @@ class Comparison:
         said: list[_Said] = []
         if len(first.parts) > 1:
             with self._rehearsal.aside():
-                said = self._compare(first)
+                said = self._compare(first, is_late=is_late)
             if self._rehearsal.loss_shape:
                 said.append(_Said(True, True, _NO_NUMBER.format(shape=self._rehearsal.loss_shape)))
         numbers = self._numbers.get(source)
@@ -243,7 +253,9 @@ class Comparison:
         if any(self._rehearsal.tell(len(pairs) == 1 and self._differ(check, pairs, tolerance))):
             self._rehearsal.draw_again(of, parts, pairs, None)
         unfit = _tried(lambda: check.find_rules([pairs], tolerance)) if pairs else None
-        return [_Said(False, False, describe_numbers(unfit))] if unfit else []
+        texts = [describe_numbers(unfit)] if unfit else []
+        texts += [describe_changed(check.changed)] if pairs and check.changed else []
+        return [_Said(False, False, text) for text in texts]
 
     def _later_pairs(self, of: StepOnBatch) -> tuple[Microbatches | None, list[Pair], bool]:
         """Which microbatches of a later batch were run, what they come to, on the last rank, and are losses equal."""
@@ -264,7 +276,7 @@ class Comparison:
             is_other = are_other()
         return parts, pairs, not is_other
 
-    def _compare(self, first: StepOnBatch) -> list[_Said]:
+    def _compare(self, first: StepOnBatch, *, is_late: bool) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
         batching, num_microbatches = self._runner.batching, len(first.parts)
         is_training = first.kind == "train"
@@ -320,6 +332,8 @@ class Comparison:
                 unfit = {place: how for place, how in unfit.items() if how != loss}
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
+            if check.changed and is_late:
+                said.append(_Said(False, False, describe_changed(check.changed)))
         return said
 
     def _name_of(self, of: StepOnBatch) -> str:

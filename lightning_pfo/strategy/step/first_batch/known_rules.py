@@ -37,6 +37,8 @@ class KnownRules:
         self._labels: dict[Source, Labels | None] = {}
         self._of_ways: dict[tuple[Source, int], Labels | None] = {}
         self._was_found: set[Source] = set()
+        self.ways: set[int] = set()
+        """How losses of training steps were made so far, see `way_of`."""
 
     def of(self, source: Source) -> Rules:
         """What is known of what a kind of step leaves with the batches of a loader."""
@@ -54,6 +56,8 @@ class KnownRules:
 
     def ran(self, source: Source, way: int) -> None:
         """Keep in mind what a batch has told of losses that are made as its own."""
+        if way:
+            self.ways.add(way)
         if way and source in self._labels and (source in self._was_found or (source, way) not in self._of_ways):
             self._of_ways[source, way] = self._labels[source]
         self._was_found.discard(source)

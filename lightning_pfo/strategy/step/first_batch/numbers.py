@@ -59,12 +59,16 @@ class NumberCheck:
         open: The rules that were found to fit, the likelier first: later batches tell whether that was by chance.
         unfit: The numbers that none fits.
         untold: The numbers that were 0 so far, by microbatches too, which tells nothing of them.
+        changed: Those that were like one device's in an earlier batch, and to which another rule fits now.
     """
 
     rules: Rules
     open: dict[str, list[str]] = field(default_factory=dict)
     unfit: set[str] = field(default_factory=set)
     untold: set[str] = field(default_factory=set)
+    changed: dict[str, str] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+    _seen: set[str] = field(default_factory=set)
     _dimensions: dict[str, int] = field(default_factory=dict)
 
     def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
@@ -84,6 +88,7 @@ class NumberCheck:
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
             if any(bool(numbers[place].any()) for numbers in (*by_parts, *wholes, *of_parts) if place in numbers):
                 self.untold.discard(place)
+                self._seen.add(place.removesuffix(GROWN).removesuffix(SET))
             elif not place.endswith((GROWN, SET)):
                 self.untold.add(place)
             if said and place.removesuffix(GROWN).removesuffix(SET) not in self.unfit:
@@ -95,6 +100,7 @@ class NumberCheck:
         if not self.differing(situation, tolerance):
             return 0
         trial = replace(self, open=dict(self.open), unfit=set(self.unfit), untold=set(self.untold))
+        trial._told, trial._seen = set(self._told), set(self._seen)
         before = self.rules.set({}, 0)
         try:
             return len(trial.find_rules([situation], tolerance))
@@ -116,6 +122,7 @@ class NumberCheck:
             of_each = [self.differing(each, tolerance) for each in situations]
             return {place: said for found in of_each for place, said in found.items()}, of_each[0]
 
+        self.changed = {}
         wrong, at_first = differing()
         asked = dict.fromkeys((*wrong, *self.open))
         fitting: dict[str, list[str]] = {place: [] for place in asked}
@@ -131,7 +138,11 @@ class NumberCheck:
                 if place in at_first and place not in still_at_first:
                     nearly.setdefault(place, name)
             self.rules.put_back(before)
+        known = self._told - self.open.keys()
         self.open = {place: names for place, names in fitting.items() if names}
+        learnt_anew = [place for place in wrong if place in known and place in self.open]
+        self.changed = {place: f"{wrong[place]}; now: {self.open[place][0]}" for place in learnt_anew}
+        self._told |= self._seen
         for place, names in self.open.items():
             self._set(place, names[0])
         unfit = {place: said for place, said in wrong.items() if place not in self.open}
@@ -205,15 +216,28 @@ def _form(numbers: Sequence[torch.Tensor]) -> str:
     return f"a tensor of shape {tuple(numbers[0].shape)}" if numbers[0].dim() else f"{float(numbers[0]):.6g}"
 
 
+def describe_changed(changed: dict[str, str]) -> str:
+    """What is said of numbers that another rule explains than in earlier batches."""
+    return (
+        f"Numbers that a step leaves, returns or logs are put together from those of its microbatches. In a later "
+        f"batch these are others than on one device, and are put together by another rule from here on: "
+        f"{_named(changed)}. In batches since this step was compared last they may be others than on one device, as "
+        f"also where a name has two meanings by turns. Give each meaning its own name from the first batch on."
+    )
+
+
 def describe(unfit: dict[str, str]) -> str:
     """What is said of numbers that no rule explains, with ways out."""
-    named = ", ".join(f"{place} ({said})" for place, said in list(unfit.items())[:_NAMED])
-    more = f" and {len(unfit) - _NAMED} more" if len(unfit) > _NAMED else ""
     return (
         f"Numbers that a step leaves, returns or logs are put together from those of its microbatches. On one of "
         f"the first batches these are others than on one device, and neither their mean nor their sum, largest, least, "
-        f"first or last is what one device has: {named}{more}. Log a metric object with on_step=False and "
+        f"first or last is what one device has: {_named(unfit)}. Log a metric object with on_step=False and "
         f"on_epoch=True; or keep and return what they are computed from (tensors with a row for each sample are "
         f"joined), and compute them in a hook such as on_train_batch_end; or use loss_over='batch' with "
         f"schedule='gpipe'. check_loss=False leaves the comparison out."
     )
+
+
+def _named(numbers: dict[str, str]) -> str:
+    named = ", ".join(f"{place} ({said})" for place, said in list(numbers.items())[:_NAMED])
+    return named + (f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else "")
