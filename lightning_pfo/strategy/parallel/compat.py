@@ -316,6 +316,8 @@ def in_backward() -> bool:
 
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors share that share memory; one of its own for a tensor without, as inside of `vmap`."""
+    if isinstance(tensor, DTensor):
+        tensor = local_tensor(tensor)
     try:
         number: int = tensor.untyped_storage()._cdata
     except NotImplementedError:
@@ -332,8 +334,9 @@ def reserved_memory(tensor: torch.Tensor) -> object:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own or shares that of others; sparse ones and wrappers have none."""
-    return tensor.layout == torch.strided and not tensor.is_meta and type(tensor) in (torch.Tensor, nn.Parameter)
+    """Whether a tensor has memory of its own or shares that of others; sparse ones and most wrappers have none."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, DTensor)
+    return tensor.layout == torch.strided and not tensor.is_meta and is_plain
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:

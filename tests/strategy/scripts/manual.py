@@ -938,7 +938,7 @@ def replicas(rank):
 def sharded(rank):
     return {
         f"{kind.__name__}, sharded {stage}": fit(kind(), RANKS, data_parallel_size=2, fully_shard=stage)
-        for kind in (Steps, Gan, ClampsInPlace)
+        for kind in (Steps, Gan, Clamps, ClampsInPlace)
         for stage in (False, "zero3")
     }
 

@@ -117,7 +117,7 @@ def test_replicas_train_as_by_automatic_optimization(runs):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
-@pytest.mark.parametrize("kind", ["Steps", "Gan", "ClampsInPlace"])
+@pytest.mark.parametrize("kind", ["Steps", "Gan", "Clamps", "ClampsInPlace"])
 def test_divided_layers_train_as_whole_ones(runs, kind):
     for seen in runs(4):
         whole, divided = seen[f"{kind}, sharded False"], seen[f"{kind}, sharded zero3"]

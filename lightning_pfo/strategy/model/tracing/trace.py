@@ -60,8 +60,10 @@ from lightning_pfo.strategy.model.tracing.noticing.leaves import (
     is_ordinary,
     is_value,
     mark_of,
+    memory_behind,
     on_device,
     trained_by,
+    version_behind,
 )
 from lightning_pfo.strategy.model.tracing.noticing.switches import recomputation_noted, switched_back, switches_noted
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, placeholders_on
@@ -84,7 +86,6 @@ from lightning_pfo.strategy.parallel.compat import (
     has_memory,
     memory_of,
     reserved_memory,
-    version_of,
 )
 from lightning_pfo.strategy.parallel.dtensor import writes
 
@@ -206,7 +207,7 @@ class _TraceRun:
             if mark_of(leaf) != mark or (is_ordinary(leaf) and id(leaf) in unmarked)
         ]
         for leaf in leaves:
-            is_marked = is_value(leaf) and version_of(leaf) != self._versions.get(leaf.label, version_of(leaf))
+            is_marked = is_value(leaf) and version_behind(leaf) != self._versions.get(leaf.label, version_behind(leaf))
             if is_marked or (is_value(leaf) and id(leaf) in unmarked):
                 self.trace.values[leaf.label].changed_at = position
                 self._note_gradients(leaf, position)
@@ -396,7 +397,7 @@ class _TraceRun:
         self._taken += [(position, leaf) for leaf in leaves if is_ordinary(leaf) and leaf.requires_grad]
         if not self.trace.compiled and is_in_compiled_function():
             self.trace.compiled = users_line()
-        self._versions = {leaf.label: version_of(leaf) for leaf in leaves if is_value(leaf)}
+        self._versions = {leaf.label: version_behind(leaf) for leaf in leaves if is_value(leaf)}
         return position
 
     def _end(
@@ -489,7 +490,7 @@ class _TraceRun:
         value.label = len(self.trace.values)
         position = len(self.trace.events) - 1
         with following(None):
-            memory = 0 if value.held is not None else memory_of(value)
+            memory = memory_behind(value)
             if memory:
                 self._reserved.append(reserved_memory(value))
             self._as_values.note_view(value, memory)

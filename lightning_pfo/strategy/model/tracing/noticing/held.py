@@ -70,7 +70,9 @@ class HeldTensors:
 
 
 def _may_have_views(leaf: Any) -> bool:
-    return (type(leaf) in (torch.Tensor, nn.Parameter) or is_placeholder(leaf)) and leaf.layout == torch.strided
+    return isinstance(leaf, torch.Tensor) and (
+        has_memory(leaf) or (is_placeholder(leaf) and leaf.layout == torch.strided)
+    )
 
 
 Place = tuple[nn.Module, str]

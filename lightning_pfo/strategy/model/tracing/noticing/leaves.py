@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.tracing.trees import tree_map_only
-from lightning_pfo.strategy.parallel.compat import change_mark, version_of
+from lightning_pfo.strategy.parallel.compat import change_mark, memory_of, version_of
 from lightning_pfo.strategy.parallel.dtensor import alike
 
 
@@ -47,6 +48,18 @@ def mark_of(leaf: Any) -> object:
     if not is_ordinary(leaf):
         return None
     return change_mark(leaf) if isinstance(leaf, nn.Parameter) else version_of(leaf)
+
+
+def version_behind(value: Tracked) -> int:
+    """How often a value has been changed in place, or what it stands for: that of divided parameters, say."""
+    return version_of(value if value.held is None else value.held)
+
+
+def memory_behind(value: Tracked) -> int:
+    """The number of the memory that a value lies in; 0 if it stands for something else than a divided tensor."""
+    if value.held is None:
+        return memory_of(value)
+    return memory_of(value.held) if isinstance(value.held, DTensor) else 0
 
 
 def is_ordinary(leaf: Any) -> bool:
