@@ -38,6 +38,8 @@ from lightning_pfo.strategy.parallel.reductions import (
 
 _LAST_OPERATIONS = 32
 """So many tell how a loss is made: those of its layers are no more of interest, and all would take long to look at."""
+_NAMED = 5
+"""Of more parameters only the first are named."""
 
 
 def do_nothing() -> None:
@@ -47,6 +49,39 @@ def do_nothing() -> None:
 def take_gradients(parameters: Iterable[nn.Parameter]) -> Gradients:
     """Detach the gradients from the parameters and return them."""
     return dict(_taken(parameters))
+
+
+class Newcomers:
+    """Parameters that a module has got since it was divided: nobody hands out their gradients.
+
+    Args:
+        owner: The module, as it is divided.
+    """
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+        self._known = {id(parameter): parameter for parameter in owner.parameters()}
+
+    def without_gradients(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those among the parameters that the module has now, which have no gradient."""
+        return [each for each in parameters if id(each) not in self._known and each.grad is None]
+
+    def refuse(self, newcomers: Iterable[nn.Parameter]) -> None:
+        """Refuse those that have a gradient when a step has run.
+
+        Raises:
+            ConfigurationError: If some have.
+        """
+        trained = {id(each) for each in newcomers if each.grad is not None}
+        if not trained:
+            return
+        names = [name for name, parameter in self._owner.named_parameters() if id(parameter) in trained]
+        raise ConfigurationError(
+            f"A pipeline trains the parameters that a model has when it is divided, as training begins; "
+            f"{', '.join(map(repr, names[:_NAMED]))}{' and others' if len(names) > _NAMED else ''} came later, and "
+            f"would never change. Put them there before: in __init__, configure_model or setup, and switch them on "
+            f"when they are due; or train on with another call of fit (of a loop of your own: prepare the model anew)."
+        )
 
 
 def put_gradients(parameters: Iterable[nn.Parameter], gradients: Gradients) -> None:

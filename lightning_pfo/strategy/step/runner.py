@@ -36,6 +36,7 @@ from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
+    Newcomers,
     attach_gradients,
     do_nothing,
     kept_of,
@@ -116,6 +117,7 @@ class StepRunner:
         self._phases = PhaseRunner(on_stages)
         self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
+        self._newcomers = Newcomers(owner)
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
@@ -336,6 +338,7 @@ class StepRunner:
         error: Exception | None = None
         stages.earlier.begin(kind)
         effects = Effects(self.owner, self.programs.modules, stages.earlier)
+        newcomers = self._newcomers.without_gradients(effects.flags.parameters) if train else []
         outcome: dict[str, Any] = {}
         units: Counts = ()
         stages.layers.begin(microbatches.sizes, looks=train)
@@ -354,6 +357,7 @@ class StepRunner:
                 programs = stages.run(*given, phase=of, when_calling=self._when_calling)
                 units = programs[0][-1].units_called if self.programs.has_traced else ()
             skipped = stages.skipped
+            self._newcomers.refuse(newcomers)
             if engine.is_last:
                 outcome = merged()
                 outcome["news"] = self._first_looks.finds_news(of, outcome, units)

@@ -1,5 +1,6 @@
 """Trains and evaluates, on one and on four ranks, steps that do other things than the first; writes OUTPUT/*.json."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -328,6 +329,27 @@ class SetInHook(Base):
         return rate * self.layers(batch).square().mean()
 
 
+class Grows(Base):
+    """Gets a copy of itself when training begins, which follows it; and another layer in the second epoch, to train."""
+
+    def on_train_start(self):
+        self.copy = copy.deepcopy(self.layers)
+
+    def on_train_epoch_start(self):
+        if self.use == "grows" and self.current_epoch:
+            torch.manual_seed(1)
+            self.layers[5].linear = nn.Linear(8, 8)
+            self.optimizers().add_param_group({"params": self.layers[5].linear.parameters()})
+
+    def training_step(self, batch, batch_idx):
+        return (self.layers(batch) - batch).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for mine, other in zip(self.layers.parameters(), self.copy.parameters(), strict=True):
+            other.data.lerp_(mine.data, 0.5)
+
+
 def make_trainer(devices, epochs=1):
     strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
     return L.Trainer(
@@ -347,16 +369,16 @@ def loader():
     return DataLoader(X, batch_size=4)
 
 
-def train(module, devices):
-    trainer = make_trainer(devices)
+def train(module, devices, epochs=1):
+    trainer = make_trainer(devices, epochs)
     validated = loader() if isinstance(module, Tied) and module.use == "evaluation" else None
     trainer.fit(module, None if isinstance(module, AlikeAtFirst) else loader(), validated)
     return [*module.found, *map(float, trainer.callback_metrics.values())]
 
 
-def refusal(module, devices):
+def refusal(module, devices, epochs=1):
     try:
-        return repr(train(module, devices))
+        return repr(train(module, devices, epochs))
     except ConfigurationError as error:
         return str(error)
 
@@ -383,6 +405,7 @@ def equal_to_one_device(devices):
     module, trainer = Curriculum(), make_trainer(devices, epochs=2)
     trainer.fit(module, loader(), loader())
     found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]
+    found["is copied"] = train(Grows(), devices)
     found["copies weights"] = train(SetInHook("copy"), devices)
     found["tied evaluation"] = train(Tied("evaluation"), devices)
     return found
@@ -395,6 +418,7 @@ def main():
     # which is told of
     make_trainer(4).validate(EvaluatesOtherwise(), DataLoader(X.repeat(7, 1), batch_size=4), verbose=False)
     train(Recurrent("flat"), 4)  # which is told of
+    refused["grows"] = refusal(Grows("grows"), 4, epochs=2)
     refused["hook, order"] = refusal(SetInHook("order"), 4)
     refused["scripted"] = refusal(Scripted(), 4)
     refused["attacks"] = refusal(Attacks(), 4)

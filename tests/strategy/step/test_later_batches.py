@@ -23,7 +23,7 @@ def results(tmp_path_factory):
 EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers"]
-STATES = ["curriculum", "cells", "in the second dimension", "rows of one"]
+STATES = ["is copied", "curriculum", "cells", "in the second dimension", "rows of one"]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,11 @@ def test_a_refusal_says_that_the_look_at_the_first_batch_lacked_what_hooks_set(r
         assert "AttributeError: 'SetInHook' object has no attribute 'rate', at " in refused
         assert "rate = self.rate" in refused
         assert "set it in __init__ too" in refused
+
+
+def test_parameters_that_come_while_it_trains_are_refused_by_name(results):
+    for found in results[1]:
+        assert "'layers.5.linear.weight', 'layers.5.linear.bias' came later" in found["refused"]["grows"]
 
 
 def test_scripted_layers_are_refused_by_name(results):

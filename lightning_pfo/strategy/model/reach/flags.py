@@ -20,11 +20,12 @@ class Flags:
 
     Attributes:
         modules: It, and those within it.
+        parameters: What these hold.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.modules = modules_of(root)
-        self._parameters = parameters_of(self.modules)
+        self.parameters = parameters_of(self.modules)
         self._training, self._trained = self._now()
         self._all_trained = all(self._trained)
         self._thawed: set[int] = set()
@@ -93,13 +94,13 @@ class Flags:
 
     def _now(self) -> tuple[list[bool], list[bool]]:
         with DisableTorchFunctionSubclass():  # placeholders would take ten times as long
-            return [module.training for module in self.modules], [p.requires_grad for p in self._parameters]
+            return [module.training for module in self.modules], [p.requires_grad for p in self.parameters]
 
     def _switch(self, training: dict[int, bool], trained: dict[int, bool]) -> None:
         for index, value in training.items():
             self.modules[index].training = value
         for index, value in trained.items():
-            self._parameters[index].requires_grad_(value)
+            self.parameters[index].requires_grad_(value)
 
 
 _noting: list[Flags] = []
