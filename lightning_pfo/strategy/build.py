@@ -45,7 +45,7 @@ from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.state.alike import copy_latest, share_changed_buffers
+from lightning_pfo.strategy.state.alike import AlikeWeights, copy_latest, share_changed_buffers
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
@@ -243,6 +243,7 @@ def build_pipeline(
         means=means,
         precise_gradients=precise_gradients,
         when_calling=partial(share_changed_buffers, model, shared, placement[-1]),
+        when_training=AlikeWeights(model, shared).keep,
     )
     forecast = MemoryForecast(
         engine,

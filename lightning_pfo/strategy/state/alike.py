@@ -6,6 +6,7 @@ weights where these are: the ranks of their stages. What is saved, and found by 
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -13,12 +14,16 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 from lightning_pfo.strategy.parallel.groups import Shared, copy_from, tell_all, tell_each_other
 
+_log = logging.getLogger(__name__)
+_LOOKS = frozenset({2, *(4**power for power in range(1, 16))})
+"""Numbers of the training steps before which weights are looked at: soon, and ever less often, as it takes a while."""
 _noted: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
 
@@ -83,6 +88,51 @@ def share_changed_buffers(module: nn.Module, shared: Sequence[Shared], last_rank
                 with torch.inference_mode(False):
                     _copy(module, name, buffer, each, source, told)
                 _noted[module] |= {name: _checksum(named_tensors(module)[name])}
+
+
+class AlikeWeights:
+    """Looks now and then whether all who hold a weight have the same, and keeps it alike from when they have not.
+
+    They change it by the same gradients. But an optimizer that draws noise draws other numbers on each rank, and a hook
+    may reach one of them only.
+
+    Args:
+        module: The user's module.
+        shared: What ranks hold together.
+    """
+
+    def __init__(self, module: nn.Module, shared: Sequence[Shared]) -> None:
+        tensors = named_tensors(module)
+        self._weights = [(each, {n: t for n in each.names if (t := tensors[n]).requires_grad}) for each in shared]
+        self._apart: set[str] = set()
+        self._number = 0
+
+    def keep(self) -> None:
+        """A training step begins; a collective call of the pipeline."""
+        self._number += 1
+        for each, weights in self._weights:
+            if self._number in _LOOKS:
+                self._look(each, weights)
+            for name in weights:
+                if name in self._apart:
+                    copy_from(weights[name].detach(), each.group, len(each.ranks) - 1)
+
+    def _look(self, each: Shared, weights: Mapping[str, torch.Tensor]) -> None:
+        mine = {name: _checksum(weight) for name, weight in weights.items() if _is_comparable(weight)}
+        told = tell_each_other(mine, each.hosts) if weights else []
+        apart = [name for name in mine if name not in self._apart and len({of_rank[name] for of_rank in told}) > 1]
+        if not apart:
+            return
+        self._apart.update(apart)
+        if dist.get_rank(each.hosts) > 0:
+            return
+        ranks = ", ".join(map(str, each.ranks))
+        _log.warning(
+            f"{', '.join(map(repr, apart))}: ranks {ranks} hold this weight, and no longer alike. What changes weights "
+            f"beside the pipeline draws random numbers (noise in an optimizer or on gradients), or does so on some of "
+            f"them only. From here on each training step begins with what rank {each.ranks[-1]} has. Let one stage "
+            f"hold it (partition='custom:...'), or draw from a generator that is seeded by the name of a weight."
+        )
 
 
 class _Said(NamedTuple):

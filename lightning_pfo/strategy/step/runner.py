@@ -82,6 +82,7 @@ class StepRunner:
         means: Averages gradients over replicas; None where there is one.
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         when_calling: Called where a step calls others than any of its kind before, before it runs; a collective call.
+        when_training: Called before each training step; a collective call of the pipeline.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class StepRunner:
         means: ReplicaMeans | None = None,
         precise_gradients: bool = False,
         when_calling: Callable[[], object] = do_nothing,
+        when_training: Callable[[], object] = do_nothing,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -112,6 +114,7 @@ class StepRunner:
         self.programs = on_stages.programs
         self._hosts = engine.host_group()
         self._when_calling = when_calling
+        self._when_training = when_training
         self._means = means
         self._exchanges: dict[str, ValueExchange] = {}
         self._phases = PhaseRunner(on_stages)
@@ -167,6 +170,7 @@ class StepRunner:
                 that is NaN or does not suit microbatches; see `first_batch`.
         """
         engine = self.engine
+        self._when_training()
         engine.set_num_microbatches(num_microbatches)
         microbatches = self.batching.split(batch, num_microbatches)
         if len(microbatches) == num_microbatches:

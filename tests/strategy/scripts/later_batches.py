@@ -220,6 +220,29 @@ class Tied(Base):
         self.log("validated", self.head(self.layers(batch)).square().mean())
 
 
+class Noisy(Tied):
+    """Adds noise to gradients, of which each rank draws its own."""
+
+    def __init__(self):
+        super().__init__("noise")
+        self.weights = []
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.layers(batch)).square().mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.add_(torch.randn_like(parameter.grad))
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    def on_before_zero_grad(self, optimizer):  # the pipeline has run, and weights are still those that it has run with
+        tied = self.head.weight
+        self.weights.append(0.0 if tied.is_meta else float(tied.detach().sum()))
+
+
 class CouplesLater(Base):
     """Calls its layers twice from the second batch on, for a loss that compares samples."""
 
@@ -413,6 +436,8 @@ def equal_to_one_device(devices):
 
 def main():
     found = equal_to_one_device(4)
+    noisy = Noisy()
+    train(noisy, 4)
     refused = {use: refusal(UsesLaterWeights(use), 4) for use in ("number", "loss")}
     refused |= {"tied late": refusal(Tied("late"), 4)}
     # which is told of
@@ -423,7 +448,9 @@ def main():
     refused["scripted"] = refusal(Scripted(), 4)
     refused["attacks"] = refusal(Attacks(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
-    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(json.dumps({"found": found, "refused": refused}))
+    (FOLDER / f"rank_{dist.get_rank()}.json").write_text(
+        json.dumps({"found": found, "refused": refused, "noisy": noisy.weights})
+    )
 
 
 (FOLDER / "one_device.json").write_text(json.dumps(equal_to_one_device(1)))

@@ -102,3 +102,13 @@ def test_a_first_batch_has_gradients_where_layers_differentiate(results):
 def test_a_logged_number_that_becomes_another_one_is_told_of(results, number):
     told = rf"put together by another rule from here on: [^)]*'{number}' \([^)]*; now: largest"
     assert len(re.findall(told, results[2])) == 1
+
+
+def test_a_weight_that_ranks_hold_together_is_kept_alike_where_noise_is_added_to_gradients(results):
+    of_ranks = [found["noisy"] for found in results[1]]
+    first, *_, last = of_ranks
+    assert len(first) == 3
+    assert first[1] == pytest.approx(last[1], rel=1e-6)
+    assert first[2] == pytest.approx(last[2], rel=1e-6)
+    assert of_ranks[1] == [0.0] * 3
+    assert results[2].count("'layers.0.linear.weight': ranks 0, 3 hold this weight, and no longer alike.") == 1
