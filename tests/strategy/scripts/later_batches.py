@@ -286,13 +286,18 @@ class Recurrent(Base):
 
 
 class Stateful(Base):
-    """Cells whose states have a row for each sample, in the second dimension of some."""
+    """Cells whose states have a row for each sample, in the second dimension of some; a hook may make the first."""
 
-    def __init__(self, use="cells"):
-        super().__init__(use)
+    def __init__(self, use="cells", early=False):
+        super().__init__(use, early)
         is_cell = use == "cells"
         self.layers = nn.ModuleList(nn.GRUCell(8, 8) if is_cell else nn.LSTM(8, 8, batch_first=True) for _ in range(4))
         self.states = None
+
+    def on_train_epoch_start(self):
+        if self.early:
+            zeros = torch.zeros(4, 8) if self.use == "cells" else (torch.zeros(1, 4, 8),) * 2
+            self.states = [zeros] * 4
 
     def training_step(self, batch, batch_idx):
         x, states, now = batch if self.use == "cells" else batch[:, None], self.states or [None] * 4, []
@@ -304,6 +309,22 @@ class Stateful(Base):
                 x, state = layer(x, state)
                 now.append({"both": tuple(part.detach() for part in state)})
         self.states = now if self.use == "cells" else [each["both"] for each in now]
+        return x.square().mean()
+
+
+class Remembers(Base):
+    """Keeps the rows that its layers were given for the next batch, in a buffer that is there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(6, 4, 3, 8))
+
+    def training_step(self, batch, batch_idx):
+        x, now = batch[:, None].repeat(1, 3, 1), []
+        for layer, memory in zip(self.layers, self.memory, strict=True):
+            now.append(x.detach())
+            x = layer(x) + memory.mean(1, keepdim=True)
+        self.memory = torch.stack(now)
         return x.square().mean()
 
 
@@ -424,6 +445,8 @@ def equal_to_one_device(devices):
     found["couples later"] = train(CouplesLater(), devices)
     for use in ("cells", "in the second dimension"):
         found[use] = train(Stateful(use), devices)
+        found[f"{use}, prepared"] = train(Stateful(use, early=True), devices, epochs=2)
+    found["memory"] = train(Remembers(), devices, epochs=2)
     found["rows of one"] = train(Recurrent(), devices)
     module, trainer = Curriculum(), make_trainer(devices, epochs=2)
     trainer.fit(module, loader(), loader())

@@ -23,7 +23,10 @@ def results(tmp_path_factory):
 EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers"]
-STATES = ["is copied", "curriculum", "cells", "in the second dimension", "rows of one"]
+STATES = [
+    *("is copied", "curriculum", "cells", "cells, prepared", "in the second dimension"),
+    *("in the second dimension, prepared", "memory", "rows of one"),
+]
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,20 @@
 
 One device finds the rows of the whole batch, and so does each microbatch: the step may need all of them, as negatives
 say. Where it does not run so, or comes to something else than on one device, since it takes the rows of its own
-samples, each microbatch is given those from then on.
+samples, each microbatch is given those from then on. So it is with what a hook has made for the first batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from lightning_pfo.strategy.parallel.compat import tensors_of
 from lightning_pfo.strategy.step.batches.structures import PLAIN, holds_tensors, leaves_of, parts_of
 
 Dimensions = dict[str, int]
@@ -46,6 +48,7 @@ class RowsLeft:
 
     def __init__(self) -> None:
         self._rows: list[Rows] = []
+        self._has_guessed = False
         self.are_divided = False
 
     def note(self, rows: Sequence[Rows]) -> None:
@@ -59,9 +62,26 @@ class RowsLeft:
         self.are_divided = self.are_divided or is_new
         return is_new
 
+    def guess(self, owner: nn.Module, number: int) -> bool:
+        """Do so with what the module has itself, before any batch has left something; False: there is nothing.
+
+        Args:
+            owner: The user's module.
+            number: How many samples the batch has.
+        """
+        if self.are_divided or self._rows or self._has_guessed:
+            return False
+        self._has_guessed = True
+        for holder in (vars(owner), tensors_of(owner).buffers):
+            for key, value in holder.items():
+                if not key.startswith("_") and (dimensions := _dimensions_of(value, number)):
+                    self._rows.append(Rows(holder, key, value, dimensions))
+        self.are_divided = bool(self._rows)
+        return self.are_divided
+
     def give_up(self) -> None:
         """Let them find all again."""
-        self.are_divided = False
+        self._rows, self.are_divided = [], False
 
     @contextmanager
     def of_samples(self, start: int, number: int, of_all: int) -> Iterator[None]:
@@ -73,8 +93,9 @@ class RowsLeft:
             of_all: How many the batch has.
         """
         given: list[tuple[Rows, Any]] = []
-        for rows in self._rows:
-            if rows.holder.get(rows.key) is rows.value and _have(rows, of_all):
+        for known in self._rows:
+            rows = replace(known, value=known.holder.get(known.key))  # a hook may have begun anew
+            if _have(rows, of_all):
                 rows.holder[rows.key] = part = _part_of(rows, start, number)
                 given.append((rows, part))
         try:
@@ -109,7 +130,18 @@ def dimensions_of_rows(values: Sequence[Any], merged: Any, sizes: Sequence[int])
 
 def _have(rows: Rows, number: int) -> bool:
     leaves = dict(leaves_of(rows.value, ""))
-    return all(leaves[place].shape[dim] == number for place, dim in rows.dimensions.items())
+
+    def has(place: str, dim: int) -> bool:
+        leaf = leaves.get(place)
+        return isinstance(leaf, torch.Tensor) and leaf.dim() > dim and leaf.shape[dim] == number
+
+    return all(has(*each) for each in rows.dimensions.items())
+
+
+def _dimensions_of(value: Any, number: int) -> Dimensions:
+    """Where a value may have so many rows: in the first dimension of this size."""
+    tensors = {place: leaf for place, leaf in leaves_of(value, "") if isinstance(leaf, torch.Tensor)}
+    return {place: tuple(leaf.shape).index(number) for place, leaf in tensors.items() if number in leaf.shape}
 
 
 def _part_of(rows: Rows, start: int, number: int) -> Any:

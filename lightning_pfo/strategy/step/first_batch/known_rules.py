@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.weights import (
     Labels,
     have_gaps,
@@ -115,9 +116,9 @@ class KnownRules:
         batching, parts = self._batching, of.parts
 
         def look() -> None:
+            both = Microbatches((batching.first_parts(of.batch, parts, 2),), (sum(parts.sizes[:2]),))
             small, large = (
-                self._programs.left_by(partial(of.step, part, *of.rest), seeds, train=run.train)
-                for part in (parts[0], batching.first_parts(of.batch, parts, 2))
+                self._programs.left_by(partial(of.of_part, each, 0), seeds, train=run.train) for each in (parts, both)
             )
             if small is not None and large is not None:
                 learn(rules, run.left(0), run.left(1), small, large)

@@ -259,6 +259,13 @@ class Rehearsal:
             return self._try(first, parts, draw, whole, evaluates=evaluates)
         if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
             return self._try(first, parts, draw, whole, evaluates=evaluates)
+        if problems and len(parts) > 1 and first.rows.guess(self._owner, first.parts.size):
+            self._runner.programs.forget()
+            found = self._try(first, parts, draw, whole, evaluates=evaluates)
+            if found[1]:
+                first.rows.give_up()
+                self._runner.programs.forget()
+            return found
         run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
         if not problems and is_training:
             try:

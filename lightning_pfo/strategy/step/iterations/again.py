@@ -32,17 +32,17 @@ def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs:
         joins: Whether what microbatches come to is joined before the loss.
     """
     with sizes_told(of, owner, programs, joins=joins):
-        return _by_rows(of, run, programs)
+        return _by_rows(of, run, owner, programs)
 
 
-def _by_rows(of: StepOnBatch, run: Callable[[], T], programs: Programs) -> T:
+def _by_rows(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: Programs) -> T:
     """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
     try:
         return _following(of, run, programs)
     except StepEndedError:
         raise
     except Exception as error:
-        if of.programs is not None or not of.rows.divide():
+        if of.programs is not None or not (of.rows.divide() or of.rows.guess(owner, of.parts.size)):
             raise
         programs.forget()
         try:
