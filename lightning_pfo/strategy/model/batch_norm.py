@@ -150,13 +150,16 @@ def defer_batch_norms(root: nn.Module, how: str, patches: Patches, *, compiles: 
     return DeferredBatchNorms(root, patches)
 
 
-def what_they_normalise(root: nn.Module, how_many: Sequence[int], *, are_deferred: bool) -> str:
+def what_they_normalise(
+    root: nn.Module, how_many: Sequence[int], *, are_deferred: bool, is_end_whole: bool = False
+) -> str:
     """What is said of the batch norms of a module that are in training mode; nothing if there are none.
 
     Args:
         root: The module.
         how_many: How many samples the microbatches of a batch have.
         are_deferred: Whether their running statistics are those of batches.
+        is_end_whole: Whether the end of the step is given the whole batch.
     """
     names = [name for name, module in root.named_modules() if isinstance(module, BatchNorm) and module.training]
     if not names or len(how_many) < 2:
@@ -164,11 +167,12 @@ def what_they_normalise(root: nn.Module, how_many: Sequence[int], *, are_deferre
     samples = " or ".join(map(str, sorted(set(how_many))))
     running = "are those of batches" if are_deferred else "change with each (batch_norm='deferred': once for a batch)"
     number = f"{len(names)} batch norms normalise" if len(names) > 1 else "A batch norm normalises"
+    but = " In the end of the step it is that (loss_over='batch')." if is_end_whole else ""
     return (
         f"{number} microbatches of {samples} samples, not the batch of {sum(how_many)}, as when gradients are "
-        f"accumulated ({names[0]}{', ...' if len(names) > 1 else ''}); running statistics {running}. For more samples "
-        f"use fewer microbatches (num_microbatches=...) or larger batches, or a norm that does not look at other "
-        f"samples. See 'Batch norm' in docs/strategy.md."
+        f"accumulated ({names[0]}{', ...' if len(names) > 1 else ''}); running statistics {running}.{but} For more "
+        f"samples use fewer microbatches (num_microbatches=...) or larger batches, or a norm that does not look at "
+        f"other samples. See 'Batch norm' in docs/strategy.md."
     )
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, defer_batch_norms
+from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, defer_batch_norms, what_they_normalise
 from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import Holder, Stages
 
@@ -75,3 +75,10 @@ def test_a_single_sample_is_refused_with_the_way_out():
     finally:
         stages.close()
     assert isinstance(said.value.__cause__, ValueError)
+
+
+def test_what_is_said_of_them_knows_of_steps_that_end_on_the_whole_batch():
+    said = what_they_normalise(nn.BatchNorm1d(3), (4, 4), are_deferred=False, is_end_whole=True)
+    assert "normalises microbatches of 4 samples, not the batch of 8" in said
+    assert "In the end of the step it is that (loss_over='batch')." in said
+    assert "In the end" not in what_they_normalise(nn.BatchNorm1d(3), (4, 4), are_deferred=False)

@@ -54,6 +54,10 @@ _ELSEWHERE = (
     "model.whole_parameters(module)), which has all of them; or do it in training_step. For an average of weights "
     "there is Lightning's WeightAveraging."
 )
+_NEW = (
+    "{place} makes a new parameter of one that other ranks hold (a parametrization, say). A model keeps the parameters "
+    "that it has when it is divided, as training begins: do so before, in __init__, configure_model or setup."
+)
 _IN_STEP = (
     f"A step reads values of a parameter or buffer that other ranks hold, {BY_FIRST_BATCH}. At "
     "{place} Use it in the same way in training_step from the first batch on, if only times 0 in the loss. Of a "
@@ -71,6 +75,7 @@ def _warn_of_file(protocol: Any) -> None:
 
 
 _GRADIENT: Any = torch.Tensor.grad
+_MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 _DEVICE = torch.Tensor.device.__get__
 
 
@@ -183,6 +188,13 @@ def _explain(
         return natively(function, args, kwargs)
     if is_written_from_nowhere(function, args, kwargs, is_placeholder):
         raise ConfigurationError(_explained())
+    if (
+        _home is not None
+        and function == torch.Tensor.detach
+        and type(args[0]) is _PlaceholderParameter
+        and _is_for_parameter()
+    ):
+        raise ConfigurationError(_NEW.format(place=place_of(inspect.currentframe())))
     if _home is not None and draws(function):
         _draw(function, args, kwargs)
     try:
@@ -195,6 +207,12 @@ def _explain(
         if args and _home is not None and _goes_home(function, args[1:], kwargs):
             return args[0]
         raise ConfigurationError(_explained()) from error
+
+
+def _is_for_parameter() -> bool:
+    """Whether `nn.Parameter(...)` asks what it is given to detach itself; torch's own words say nothing of ranks."""
+    asking: Any = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
+    return asking is not None and asking.f_code is _MAKES_PARAMETERS
 
 
 def _draw(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

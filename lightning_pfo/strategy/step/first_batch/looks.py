@@ -35,6 +35,7 @@ class FirstLooks:
         self._engine, self._owner = runner.engine, runner.owner
         self._comparison = Comparison(runner, compiled=compiled, divided=divided) if check_loss else None
         self._are_deferred = deferred is not None
+        self._is_end_whole = runner.batching.joins_microbatches
         self._has_trained = False
 
     def look(self, of: StepOnBatch) -> None:
@@ -56,7 +57,9 @@ class FirstLooks:
             self._comparison.check_news(of)
 
     def _tell(self, of: StepOnBatch) -> None:
-        said = what_they_normalise(self._owner, of.parts.sizes, are_deferred=self._are_deferred)
+        said = what_they_normalise(
+            self._owner, of.parts.sizes, are_deferred=self._are_deferred, is_end_whole=self._is_end_whole
+        )
         if said:
             warn_once(said)
         if of.phase and self._comparison is not None and len(of.parts) > 1:

@@ -218,3 +218,17 @@ def test_between_steps_they_say_where_this_rank_computes_and_stay_apart(absent):
     assert absent.weight.to(absent.weight.device) is absent.weight.cpu() is absent.weight
     with pytest.raises(ConfigurationError, match="whole_parameters"):
         absent.weight.cpu().numpy()
+
+
+def test_parametrizations_that_come_later_are_refused_in_our_words(absent, monkeypatch):
+    for name in ("_text", "_home", "_resting"):
+        monkeypatch.setattr(placeholders, name, getattr(placeholders, name))
+    before = placeholders._resting
+    explain_missing_values(torch.device("cpu"))
+    try:
+        with pytest.raises(ConfigurationError, match=r"makes a new parameter of one that other ranks hold.*setup"):
+            nn.utils.parametrizations.weight_norm(absent)
+        assert nn.Parameter(torch.zeros(2)).detach().tolist() == [0, 0]
+        assert is_placeholder(absent.weight.detach())
+    finally:
+        placeholders._follow(before)
