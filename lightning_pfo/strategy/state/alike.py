@@ -103,7 +103,10 @@ class AlikeWeights:
 
     def __init__(self, module: nn.Module, shared: Sequence[Shared]) -> None:
         tensors = named_tensors(module)
-        self._weights = [(each, {n: t for n in each.names if (t := tensors[n]).requires_grad}) for each in shared]
+        self._weights = [
+            (each, {name: tensors[name] for name in each.names if isinstance(tensors[name], nn.Parameter)})
+            for each in shared
+        ]
         self._apart: set[str] = set()
         self._number = 0
 
@@ -118,8 +121,10 @@ class AlikeWeights:
                     copy_from(weights[name].detach(), each.group, len(each.ranks) - 1)
 
     def _look(self, each: Shared, weights: Mapping[str, torch.Tensor]) -> None:
-        mine = {name: _checksum(weight) for name, weight in weights.items() if _is_comparable(weight)}
-        told = tell_each_other(mine, each.hosts) if weights else []
+        # of a teacher that follows by a hook one rank alone may have what it is, see above
+        trained = {n: w for n, w in weights.items() if w.requires_grad and _is_comparable(w)}
+        mine = {name: _checksum(weight) for name, weight in trained.items()}
+        told = tell_each_other(mine, each.hosts) if mine else []
         apart = [name for name in mine if name not in self._apart and len({of_rank[name] for of_rank in told}) > 1]
         if not apart:
             return
