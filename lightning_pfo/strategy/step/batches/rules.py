@@ -250,8 +250,17 @@ _ELEMENTS: dict[Rule, tuple[Any, Any]] = {
 }
 
 
+def _as_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors and numbers as tensors of one type."""
+    device = next(value.device for value in values if isinstance(value, torch.Tensor))
+    tensors = [torch.as_tensor(value, device=device) for value in values]
+    return [tensor.to(reduce(torch.promote_types, (each.dtype for each in tensors))) for tensor in tensors]
+
+
 def merged_by(rule: Rule | None, values: Sequence[Any]) -> tuple[Any] | None:
     """Numbers, or tensors of one shape, put together by a rule of numbers; None: it says nothing of these."""
+    if len({isinstance(value, torch.Tensor) for value in values}) > 1:  # `loss[mask].mean() if mask.any() else 0.0`
+        values = _as_tensors(values)
     first = values[0]
     is_tensor, is_array = isinstance(first, torch.Tensor), isinstance(first, np.ndarray)
     if rule in ("sum", "counts"):

@@ -1,10 +1,11 @@
 """What is learnt of values at a place, and for which values it holds."""
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
-from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 
 ROWS = [torch.full((2, 3), value) for value in (1.0, 3.0)]
 
@@ -77,3 +78,18 @@ def test_zeros_tell_nothing_and_use_up_no_look():
     assert merged(2) == 2  # although microbatches have two samples
     assert merged(3) == 3
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "expected"),
+    [
+        ("largest", [0.0, torch.tensor(1.5)], 1.5),
+        ("least", [torch.tensor(1.5), 0], 0.0),
+        ("sum", [0, torch.tensor(1.5), torch.tensor(2)], 3.5),
+        ("end", [torch.tensor(1.5), 2.0], 2.0),
+        ("first", [torch.tensor(2.0), 2], 2.0),
+    ],
+)
+def test_numbers_of_which_some_are_tensors_are_put_together(rule, values, expected):
+    (found,) = merged_by(rule, values)
+    assert float(found) == expected
