@@ -328,6 +328,14 @@ class Trace:
                     value.form.requires_grad_()
                     value.gradient_from = position
 
+    def switch_on(self, label: int, position: int) -> None:
+        """Note that an event lets a value have gradients, `requires_grad_()`, and no other that shares its memory."""
+        value = self.values[label]
+        with DisableTorchFunctionSubclass():
+            if not value.form.requires_grad:
+                value.form.requires_grad_()
+                value.gradient_from = position
+
     def last_changes(self) -> dict[int, int]:
         """When memory is changed in place for the last time: a change through one view changes all."""
         found: dict[int, int] = {}

@@ -89,7 +89,13 @@ HOOKS = frozenset(
 )
 """Functions that only leave something with a tensor."""
 
-_SWITCHES = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__, *HOOKS})  # type: ignore[attr-defined]
+_SWITCH_GRADIENTS = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+_SWITCHES = _SWITCH_GRADIENTS | HOOKS
+
+
+def switches_gradients(function: Any) -> bool:
+    """Whether a function says of a tensor if it has gradients."""
+    return _is_in(_SWITCH_GRADIENTS, function)
 
 
 def tells_place(function: Any) -> bool:

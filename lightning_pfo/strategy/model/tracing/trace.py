@@ -49,6 +49,7 @@ from lightning_pfo.strategy.model.tracing.functions import (
     HOOKS,
     Uncompiled,
     is_in_compiled_function,
+    switches_gradients,
     whose_values_count,
 )
 from lightning_pfo.strategy.model.tracing.noticing.applied import functions_followed, is_transform, leave_transform
@@ -212,6 +213,8 @@ class _TraceRun:
                 self.trace.values[leaf.label].changed_at = position
                 self._note_gradients(leaf, position)
                 self._as_values.change(self._as_values.name(leaf))
+            elif is_value(leaf) and leaf.requires_grad and switches_gradients(function):
+                self.trace.switch_on(leaf.label, position)
         found, structure = tree_flatten(result)
         self.trace.has_sizes |= depends.by_stages_found
         varying: Sequence[frozenset[int]] = ()

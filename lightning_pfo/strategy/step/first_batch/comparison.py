@@ -13,6 +13,7 @@ from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
+from lightning_pfo.strategy.step.batches.weights import Labels
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.first_batch import slopes
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
@@ -229,6 +230,7 @@ class Comparison:
 
     def _compare_later(self, of: StepOnBatch) -> list[_Said]:
         is_second = self._number_trained == _SECOND
+        weighed_by = self._runner.rules.labels(of.source)
         with self._rehearsal.silent(is_second):
             parts, pairs, is_equal = self._later_pairs(of)
             if is_second and not is_equal and of.rows.divide():
@@ -254,8 +256,13 @@ class Comparison:
             self._rehearsal.draw_again(of, parts, pairs, None)
         unfit = _tried(lambda: check.find_rules([pairs], tolerance)) if pairs else None
         texts = [describe_numbers(unfit)] if unfit else []
-        texts += [describe_changed(check.changed)] if pairs and check.changed else []
+        texts += self._changed(check, of, weighed_by) if pairs else []
         return [_Said(False, False, text) for text in texts]
+
+    def _changed(self, check: NumberCheck, of: StepOnBatch, weighed_by: Labels | None) -> list[str]:
+        """What to say of numbers that are put together otherwise than in earlier batches; nothing by new weights."""
+        is_known = self._runner.rules.labels(of.source) == weighed_by  # what was alike before is so by both
+        return [describe_changed(check.changed)] if check.changed and is_known else []
 
     def _later_pairs(self, of: StepOnBatch) -> tuple[Microbatches | None, list[Pair], bool]:
         """Which microbatches of a later batch were run, what they come to, on the last rank, and are losses equal."""
@@ -300,6 +307,7 @@ class Comparison:
             self._runner.layers.learn(*grown, len(parts))
         tolerance = self._rehearsal.tolerance()
         check, others = None, list[Pair]()
+        weighed_by = self._runner.rules.labels(first.source)
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
             distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
@@ -332,8 +340,8 @@ class Comparison:
                 unfit = {place: how for place, how in unfit.items() if how != loss}
             if unfit:
                 said.append(_Said(False, False, describe_numbers(unfit)))
-            if check.changed and is_late:
-                said.append(_Said(False, False, describe_changed(check.changed)))
+            if is_late:
+                said += [_Said(False, False, text) for text in self._changed(check, first, weighed_by)]
         return said
 
     def _name_of(self, of: StepOnBatch) -> str:

@@ -1248,6 +1248,30 @@ def sizes_in_buffers(net, x, y):
     return net.loss(x[:, :WIDTH], y)
 
 
+@case()
+def layer_by_layer(net, x, y):
+    """Each layer has a loss of its own, and gradients that end where it begins."""
+    x, loss = net.stem(x), 0
+    for layer in net.layers:
+        x = x.detach().requires_grad_()
+        x = layer(x)
+        loss = loss + x.square().mean()
+    return net.loss(x, y) + loss
+
+
+@case()
+def begins_anew_after_frozen_layers(net, x, y):
+    with torch.no_grad():
+        x = net.stem(x)
+        for layer in net.layers[:3]:
+            x = layer(x)
+    x = x.detach()
+    x.requires_grad = True
+    for layer in net.layers[3:]:
+        x = layer(x)
+    return net.loss(x, y)
+
+
 class Renormed(nn.Module):
     def __init__(self):
         super().__init__()
