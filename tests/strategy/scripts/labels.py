@@ -115,7 +115,7 @@ CASES = {
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
     "alternating": (Alternating, RAGGED * 2),
-    "changing": (Changing, RAGGED),
+    "changing": (Changing, [*RAGGED, *RAGGED[:BATCH]]),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, later": (Named, LATER),
