@@ -7,9 +7,10 @@ import os
 import uuid
 from typing import Any
 
+from lightning_pfo.client.answers import ReceivedPlan, job_name
 from lightning_pfo.client.cursor import RowCursor
 from lightning_pfo.client.loop_source import LoopSource
-from lightning_pfo.client.plan_follower import PlanFollower, ReceivedPlan
+from lightning_pfo.client.plan_follower import PlanFollower
 from lightning_pfo.client.reports import PlanMeasurement
 from lightning_pfo.client.server_link import ServerAwayError, ServerLink, ServerRefusalError, quoted
 from lightning_pfo.core.errors import ConfigurationError, DeviceError, PfoError
@@ -222,7 +223,7 @@ class PipelineFrequencyOptimizer:
         def register() -> None:
             nonlocal job_id
             if self._rank == 0:
-                job_id = _tried(link, "/register_job", {**body, "request_id": uuid.uuid4().hex})
+                job_id = job_name(_tried(link, "/register_job", {**body, "request_id": uuid.uuid4().hex}))
 
         self._together(register)
         return next((name for name in self._source.all_gather(job_id, everywhere=True) if name is not None), None)

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.wording import cut, shortened
 
-_MOST_BYTES = 64_000_000
+_MOST_BYTES, _SHOWN_BYTES = 64_000_000, 200
 _AGAIN_LATER = (408, 429, 500, 502, 503, 504)
 
 
@@ -101,12 +101,21 @@ class ServerLink:
             with self._opener.open(request, timeout=timeout_s) as response:
                 text = response.read(_MOST_BYTES)
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, headers, json.loads(text) if text else None)
+                return Answer(response.status, headers, self._read(text) if text else None)
         except urllib.error.HTTPError as error:
             kind = ServerAwayError if error.code in _AGAIN_LATER else ServerRefusalError
             raise kind(f"{self._base} answers {error.code}: {_detail(error)}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerAwayError(f"{self._base} does not answer ({error}).") from None
+
+    def _read(self, text: bytes) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            start = text[:_SHOWN_BYTES].decode(errors="replace")
+            raise ServerAwayError(
+                f"{self._base} answers what is no JSON: {shortened(start)}. Is it the URL of `lightning-pfo serve`?"
+            ) from None
 
 
 def quoted(job_id: str) -> str:
@@ -124,5 +133,5 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _detail(error: urllib.error.HTTPError) -> str:
     try:
         return cut(str(json.loads(error.read(100_000))["detail"]), 1_000)
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
         return cut(str(error.reason))
