@@ -23,6 +23,7 @@ from lightning_pfo.listeners.gpu_session import GpuChoice, GpuSession, open_sess
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S, _TRIES = 20.0, 3
+_NO_EMULATED = "An emulated GPU needs to know the work of instructions, which a foreign loop does not tell."
 
 
 class PipelineFrequencyOptimizer:
@@ -240,8 +241,7 @@ class PipelineFrequencyOptimizer:
             num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", device_id + 1))
             session = open_session(self._source, choice, self, num_gpus=num_gpus)
             if session.gpu.is_emulated:
-                raise ConfigurationError("An emulated GPU needs to know the work of instructions, which a foreign loop "
-                                         "does not tell. Use gpu=nvml.")  # fmt: skip
+                raise ConfigurationError(f"{_NO_EMULATED} Use gpu=nvml.")
         except PfoError as error:
             problem = error
         found = first_problem(self._source, problem)
@@ -254,7 +254,7 @@ class PipelineFrequencyOptimizer:
         if not isinstance(found[1], DeviceError):
             raise found[1]
         if is_first(self._source):
-            logger.warning("Training goes on at the GPUs' own clocks, as %s meets: %s", *found)
+            logger.warning("Training goes on at the GPUs' own clocks, as %s meets: %s (%s)", *found, _NO_EMULATED)
         return None
 
     def _together(self, act: Any) -> Any:
