@@ -24,7 +24,7 @@ from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
-from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled
+from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
@@ -41,6 +41,7 @@ from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import report_of
+from lightning_pfo.strategy.watch.present import naming_who_has_ended
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +146,7 @@ class PipelinedModel(ModelState):
         self.module = module  # what is set from here on may be its own, see `__setattr__`
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
+        watch_others()
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
         self._scaler = scaler
         if scaler is not None:
@@ -275,6 +277,7 @@ class PipelinedModel(ModelState):
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    @naming_who_has_ended()
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a batch without loss and gradients; a collective call.
 
@@ -293,6 +296,7 @@ class PipelinedModel(ModelState):
                 "predict", self._call.output, self._call.of_evaluation(batch), self._step_seed(2), batch, ()
             )
 
+    @naming_who_has_ended()
     def foretell_memory(self, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any) -> MemoryReport | None:
         """How much memory each rank will take in a loop that zeroes gradients after each batch; it trains nothing.
 
@@ -330,6 +334,7 @@ class PipelinedModel(ModelState):
         finally:
             self._averages = before
 
+    @naming_who_has_ended()
     def _train(self, inputs: InputsWithGraph) -> Any:
         self._together.begin("training", inputs.batch)
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
@@ -351,12 +356,14 @@ class PipelinedModel(ModelState):
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
         return LossOutput(loss=loss) if isinstance(output, dict) else loss
 
+    @naming_who_has_ended()
     def _after_backward(self) -> None:
         if self._averages and self._has_unaveraged:  # with what has accumulated before
             if self._pipeline.means is not None:
                 self._pipeline.means.average(self._pipeline.held)
             self._has_unaveraged = False
 
+    @naming_who_has_ended()
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)
         call, seed = self._call, self._step_seed(1)
@@ -375,6 +382,7 @@ class PipelinedModel(ModelState):
         self._num_evaluations += 1  # every batch has noise of its own
         return (kind, self.replica, self.iteration, self._num_evaluations)
 
+    @naming_who_has_ended()
     def clip_grad_norm_(
         self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
     ) -> torch.Tensor:
