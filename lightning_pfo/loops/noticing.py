@@ -1,4 +1,4 @@
-"""Noticing what does not know of the layers of other ranks: norms of gradients, and optimizers."""
+"""Noticing what does not know of the layers of other ranks: norms of gradients, optimizers and their states."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.state.placeholders import refuse_saving_part
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 
@@ -36,7 +37,7 @@ def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Pat
 
 
 def check_at_first_step(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
-    """Refuse, or warn of, optimizers that treat parameters of several stages together.
+    """Refuse, or warn of, optimizers that treat parameters of several stages together; of all, refuse parts of states.
 
     Args:
         parameters: Method of the pipelined model that gives them; the model is not kept alive.
@@ -51,6 +52,7 @@ def check_at_first_step(parameters: Callable[[], Iterable[nn.Parameter]], patche
         checked.add(optimizer)
         of_model = {id(parameter) for parameter in own()}
         if any(id(parameter) in of_model for group in optimizer.param_groups for parameter in group["params"]):
+            refuse_saving_part(optimizer)
             warning = check_optimizer(optimizer, "model.clip_grad_norm_(float('inf'))")
             if warning:
                 warn_once(warning)

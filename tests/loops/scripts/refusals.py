@@ -1,5 +1,7 @@
 """What cannot work is refused with a reason; every rank writes FOLDER/rank_N.json."""
 
+import copy
+import io
 import json
 import sys
 from pathlib import Path
@@ -116,7 +118,31 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
+def trained():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    optimizer.step()
+    return model, optimizer
+
+
+def optimizer_saved_alone():
+    _, optimizer = trained()
+    torch.save({"optimizer": optimizer.state_dict()}, io.BytesIO())
+
+
+def optimizer_saved_together():
+    model, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())  # for going back in the same process
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    file = io.BytesIO()
+    torch.save(model.full_optimizer_state(optimizer), file)
+    results["optimizer_saved_together"] = len(torch.load(io.BytesIO(file.getvalue())).get("state", ()))
+
+
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
+CASES += (optimizer_saved_alone, optimizer_saved_together)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
 
