@@ -21,7 +21,7 @@ from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ModelCall
 from lightning_pfo.loops.inputs import InputsWithGraph
-from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
+from lightning_pfo.loops.noticing import check_at_first_step, refuse_grad, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
@@ -192,6 +192,7 @@ class PipelinedModel(ModelState):
             self.parameters, self._pipeline.shared, self.device, self._mesh.num_ranks, self._together.meet
         )
         clip_for_torch(self._norms, within_step, self.patches)
+        refuse_grad(self.parameters, self.patches)
         if self._mesh.num_ranks > 1:
             tell_of_norms(self.parameters, self.patches)
             check_at_first_step(self.parameters, self.patches)

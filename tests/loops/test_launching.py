@@ -48,6 +48,9 @@ def refusals(tmp_path_factory):
         ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
         ("another_order", "LeadsBackError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
         ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
+        ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
+        ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),
+        ("backward_for_some", "ConfigurationError", r"read p\.grad"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         ("loss_apart", "ConfigurationError", r"last, by position, the target.*got Tensor\..*model\.predict\(x\)"),
         ("without_accelerator", "ConfigurationError", r"in this order; got a Net as accelerator"),
@@ -68,6 +71,8 @@ def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message
 
 
 def test_what_is_like_the_refused_goes_on(refusals):
+    for rank in refusals:
+        assert rank["gradients_of_something_else"] == [3.0]
     assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
 
 

@@ -141,8 +141,35 @@ def optimizer_saved_together():
     results["optimizer_saved_together"] = len(torch.load(io.BytesIO(file.getvalue())).get("state", ()))
 
 
+def gradients_asked_for(of_loss, **options):
+    model, _ = trained()
+    loss = model(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    torch.autograd.grad(of_loss(loss), (p for p in model.parameters() if p.requires_grad), **options)
+
+
+def gradients_of_a_loss():
+    gradients_asked_for(lambda loss: loss)
+
+
+def gradients_of_a_multiple():
+    gradients_asked_for(lambda loss: loss / 2 + 1, allow_unused=True)
+
+
+def backward_for_some():
+    model, _ = trained()
+    model(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)).backward(inputs=list(model.parameters()))
+
+
+def gradients_of_something_else():
+    model, _ = trained()
+    held = next(p for p in model.parameters() if p.requires_grad and not p.is_meta)
+    results["gradients_of_something_else"] = torch.autograd.grad(held.sum() * 3, held)[0].unique().tolist()
+    model.release()
+
+
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
-CASES += (optimizer_saved_alone, optimizer_saved_together)
+CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
+CASES += (backward_for_some, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
 
