@@ -27,6 +27,7 @@ from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
+from lightning_pfo.strategy.model.tracing.dividing.cutting import LeadsBackError
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms, clip_for_torch
@@ -160,6 +161,7 @@ class PipelinedModel(ModelState):
         )
         batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
+        self._has_example = example_batch is not None
         self._averages, self._has_unaveraged = True, False
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
@@ -341,17 +343,18 @@ class PipelinedModel(ModelState):
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
         loss_scale = loss_scale_of(self._scaler, self.device)
         self._has_unaveraged |= not self._averages
-        output = self._pipeline.runner.train(
-            self._call.loss,
-            number,
-            self._step_seed(0),
-            inputs.batch,
-            (),
-            loss_scale,
-            average=self._averages and not self._has_unaveraged,
-            then=self._after_backward,
-            outputs="nobody",  # beside the loss
-        )
+        with self._naming_example():
+            output = self._pipeline.runner.train(
+                self._call.loss,
+                number,
+                self._step_seed(0),
+                inputs.batch,
+                (),
+                loss_scale,
+                average=self._averages and not self._has_unaveraged,
+                then=self._after_backward,
+                outputs="nobody",  # beside the loss
+            )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         if inputs:
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
@@ -368,11 +371,24 @@ class PipelinedModel(ModelState):
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)
         call, seed = self._call, self._step_seed(1)
-        with torch.no_grad():
+        with self._naming_example(), torch.no_grad():
             found = self._pipeline.runner.evaluate(
                 "evaluation", call.evaluated, call.of_evaluation(batch), seed, batch, (), outputs="last"
             )
         return self._outputs.tell(found)
+
+    @contextmanager
+    def _naming_example(self) -> Iterator[None]:
+        """Without an example layers are taken to be called as they are held; where they are not, one shows how."""
+        try:
+            yield
+        except LeadsBackError as error:
+            if self._has_example:
+                raise
+            raise LeadsBackError(
+                f"{error} Or give PipelinedModel an example_batch, as the call takes it: (x, y), or a dict of named "
+                f"arguments; it shows in which order parts are called."
+            ) from error
 
     def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
         return self._call.first_step(example)

@@ -46,7 +46,11 @@ def refusals(tmp_path_factory):
             r"Those of datasets with an index .* Prepare it after prepare_pipeline",
         ),
         ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
-        ("another_order", "LeadsBackError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
+        (
+            "another_order",
+            "LeadsBackError",
+            r"Stages run one after the other.*'module\.layers\.\d'.*is used after.*an example_batch",
+        ),
         ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
         ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
         ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),
