@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -139,8 +140,10 @@ class PipelinedModel(ModelState):
         check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
         check_schedule_name(schedule)
         check_uncalled(hold_uncalled)
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        if num_microbatches is not None and not (isinstance(num_microbatches, Integral) and num_microbatches >= 1):
+            raise ConfigurationError(
+                f"num_microbatches is a whole number, at least 1, or None; got {num_microbatches!r}."
+            )
         meet_for_another()
         self.patches = Patches()
         self.device = device if device is not None else _default_device()

@@ -71,6 +71,13 @@ class ModelState(ModuleWithPlaceholders):
             "AveragedModel(model.module), is made and updated within `with model.whole_parameters():`, on every rank."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "A model on a pipeline is one with its processes, and is not pickled (torch.save(model)). Call "
+            "gather_module() for a whole one on rank 0, or full_state_dict() (accelerator.get_state_dict(model)), on "
+            "every rank, and save what it gives."
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: its names, with placeholders for layers of other ranks."""
         return self.module.state_dict(*args, **kwargs)

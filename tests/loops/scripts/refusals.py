@@ -118,6 +118,18 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
+def text_for_microbatches():
+    PipelinedModel(Net(), loss_fn, num_microbatches="4")
+
+
+def fraction_of_replicas():
+    PipelinedModel(Net(), loss_fn, data_parallel_size=1.0)
+
+
+def model_saved_whole():
+    torch.save(trained()[0], io.BytesIO())
+
+
 def trained():
     model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -169,6 +181,7 @@ def gradients_of_something_else():
 
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
 CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
+CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
 CASES += (backward_for_some, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
