@@ -5,7 +5,7 @@ Read in this order:
 
 1. `optimizer`: what a training loop calls;
 2. `plan_follower`: asks for plans beside the training, and goes on without a server; `pace`: when, and how many steps
-   ahead; `server_link`: HTTP;
+   ahead; `server_link`: HTTP; `answers`: what form an answer must have;
 3. `cursor`: the next clock of a plan, for a loop that may do something else; `reports`: what is measured under it;
 4. `loop_source`: the loop as listeners know a pipeline.
 

@@ -18,7 +18,7 @@ class RowCursor:
 
     Args:
         request: Asks for a clock in MHz; returns at once.
-        top_mhz: The highest clock.
+        top_mhz: The highest clock; 0 where none can be set.
 
     Attributes:
         is_on_plan: Whether this step has followed the plan so far.
@@ -50,12 +50,12 @@ class RowCursor:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "The plan has %s as instruction %d of a step, the loop runs %s: the rest of the step runs at %d MHz. "
+                "The plan has %s as instruction %d of a step, the loop runs %s: the rest of the step runs at %s. "
                 "(The plan is for %s in a step.)",
                 planned,
                 self._position + 1,
                 name,
-                self._top_mhz,
+                f"{self._top_mhz} MHz" if self._top_mhz else "the GPU's own clocks",
                 counted(len(self._row), "instruction"),
             )
 

@@ -7,9 +7,10 @@ import os
 import uuid
 from typing import Any
 
+from lightning_pfo.client.answers import ReceivedPlan, job_name
 from lightning_pfo.client.cursor import RowCursor
 from lightning_pfo.client.loop_source import LoopSource
-from lightning_pfo.client.plan_follower import PlanFollower, ReceivedPlan
+from lightning_pfo.client.plan_follower import PlanFollower
 from lightning_pfo.client.reports import PlanMeasurement
 from lightning_pfo.client.server_link import ServerAwayError, ServerLink, ServerRefusalError, quoted
 from lightning_pfo.core.errors import ConfigurationError, DeviceError, PfoError
@@ -22,6 +23,7 @@ from lightning_pfo.listeners.gpu_session import GpuChoice, GpuSession, open_sess
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S, _TRIES = 20.0, 3
+_NO_EMULATED = "An emulated GPU needs to know the work of instructions, which a foreign loop does not tell."
 
 
 class PipelineFrequencyOptimizer:
@@ -222,7 +224,7 @@ class PipelineFrequencyOptimizer:
         def register() -> None:
             nonlocal job_id
             if self._rank == 0:
-                job_id = _tried(link, "/register_job", {**body, "request_id": uuid.uuid4().hex})
+                job_id = job_name(_tried(link, "/register_job", {**body, "request_id": uuid.uuid4().hex}))
 
         self._together(register)
         return next((name for name in self._source.all_gather(job_id, everywhere=True) if name is not None), None)
@@ -239,8 +241,7 @@ class PipelineFrequencyOptimizer:
             num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", device_id + 1))
             session = open_session(self._source, choice, self, num_gpus=num_gpus)
             if session.gpu.is_emulated:
-                raise ConfigurationError("An emulated GPU needs to know the work of instructions, which a foreign loop "
-                                         "does not tell. Use gpu=nvml.")  # fmt: skip
+                raise ConfigurationError(f"{_NO_EMULATED} Use gpu=nvml.")
         except PfoError as error:
             problem = error
         found = first_problem(self._source, problem)
@@ -253,7 +254,7 @@ class PipelineFrequencyOptimizer:
         if not isinstance(found[1], DeviceError):
             raise found[1]
         if is_first(self._source):
-            logger.warning("Training goes on at the GPUs' own clocks, as %s meets: %s", *found)
+            logger.warning("Training goes on at the GPUs' own clocks, as %s meets: %s (%s)", *found, _NO_EMULATED)
         return None
 
     def _together(self, act: Any) -> Any:

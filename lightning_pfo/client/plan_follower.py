@@ -16,11 +16,11 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from lightning_pfo.client.answers import ReceivedPlan, promised_step, received_plan
 from lightning_pfo.client.pace import Pace
-from lightning_pfo.client.server_link import Answer, ServerAwayError, ServerLink, ServerRefusalError, quoted
+from lightning_pfo.client.server_link import ServerAwayError, ServerLink, ServerRefusalError, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -30,25 +30,6 @@ _IDLE_S = 20.0
 """A job whose steps are long says so often that it is still there."""
 _LONGEST_HOLD_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True)
-class ReceivedPlan:
-    """A plan as the server has sent it.
-
-    Attributes:
-        version: 1, 2, ...; 0 before there is one.
-        from_step: From this step on it is followed.
-        row: Names of instructions and clocks in MHz.
-        purpose: `scan` if it is there to be measured, else `plan`.
-        label: How it was chosen.
-    """
-
-    version: int = 0
-    from_step: int = 0
-    row: tuple[tuple[str, int], ...] = ()
-    purpose: str = "plan"
-    label: str = ""
 
 
 class PlanFollower:
@@ -195,28 +176,15 @@ class PlanFollower:
         answer = self._link.get(f"/jobs/{self._path}/plan", query, timeout_s=wait_s + _TIMEOUT_S)
         if not wait_s:
             self._pace.answered(time.monotonic() - asked_s)
-        self._take(answer)
-        self._promised_step = max(self._promised_step, int(answer.headers.get("unchanged-until-step", 0)))
+        received, promised = received_plan(answer), promised_step(answer)
+        if received is not None and received.version > self.latest.version:
+            self._take(received)
+        self._promised_step = max(self._promised_step, promised)
         self._heard.set()
 
-    def _take(self, answer: Answer) -> None:
-        if answer.status == 204:
-            return
-        try:
-            plan = answer.content
-            received = ReceivedPlan(
-                int(plan["version"]),
-                int(plan["from_step"]),
-                tuple((str(name), int(mhz)) for name, mhz in plan["frequencies"]),
-                str(plan["purpose"]),
-                str(plan["label"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerAwayError(f"The server's answer is no plan ({type(error).__name__}: {error}).") from None
-        if received.version > self.latest.version:
-            followers = (*self._plans[1:], received)
-            pairs = zip(self._plans, followers, strict=True)
-            self._plans = (*(plan for plan, after in pairs if after.from_step > self._pace.step), received)
+    def _take(self, received: ReceivedPlan) -> None:
+        pairs = zip(self._plans, (*self._plans[1:], received), strict=True)
+        self._plans = (*(plan for plan, after in pairs if after.from_step > self._pace.step), received)
 
     def _say_away(self, error: Exception) -> None:
         if not self._is_away and not self._is_closed:

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from lightning_pfo.client.plan_follower import ReceivedPlan
+from lightning_pfo.client.answers import ReceivedPlan
 from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.device import Gpu

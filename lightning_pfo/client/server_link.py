@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import base64
 import http.client
+import io
 import json
+import math
+import socket
 import ssl
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -17,7 +21,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.core.wording import cut, shortened
 
-_MOST_BYTES = 64_000_000
+_MOST_BYTES, _SHOWN_BYTES = 64_000_000, 200
 _AGAIN_LATER = (408, 429, 500, 502, 503, 504)
 
 
@@ -77,10 +81,8 @@ class ServerLink:
         elif parts.password:
             secret = base64.b64encode(f"{parts.username}:{parts.password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {secret}"
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirects()]
-        if context is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=context))
-        self._opener = urllib.request.build_opener(*handlers)
+        handler = _Handler() if context is None else _SecureHandler(context)
+        self._opener = urllib.request.build_opener(_NoRedirects(), handler)
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> Answer:
         """Send JSON."""
@@ -88,6 +90,11 @@ class ServerLink:
 
     def get(self, path: str, query: Mapping[str, Any], *, timeout_s: float) -> Answer:
         """Ask for JSON.
+
+        Args:
+            path: Of what is asked.
+            query: Its parameters.
+            timeout_s: For connecting, and again for the whole answer.
 
         Raises:
             ServerAwayError: If the server does not answer, or not now.
@@ -101,12 +108,21 @@ class ServerLink:
             with self._opener.open(request, timeout=timeout_s) as response:
                 text = response.read(_MOST_BYTES)
                 headers = {name.lower(): value for name, value in response.headers.items()}
-                return Answer(response.status, headers, json.loads(text) if text else None)
+                return Answer(response.status, headers, self._read(text) if text else None)
         except urllib.error.HTTPError as error:
             kind = ServerAwayError if error.code in _AGAIN_LATER else ServerRefusalError
             raise kind(f"{self._base} answers {error.code}: {_detail(error)}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ServerAwayError(f"{self._base} does not answer ({error}).") from None
+
+    def _read(self, text: bytes) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            start = text[:_SHOWN_BYTES].decode(errors="replace")
+            raise ServerAwayError(
+                f"{self._base} answers what is no JSON: {shortened(start)}. Is it the URL of `lightning-pfo serve`?"
+            ) from None
 
 
 def quoted(job_id: str) -> str:
@@ -121,8 +137,61 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _BytesInTime(io.RawIOBase):
+    """What a socket receives until the time is over that it has for each wait otherwise."""
+
+    def __init__(self, received: io.RawIOBase, connected: socket.socket) -> None:
+        self._received, self._socket = received, connected
+        self._deadline_s = time.monotonic() + (connected.gettimeout() or math.inf)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the whole answer did not come in time")
+        if left_s < math.inf:
+            self._socket.settimeout(left_s)
+        return self._received.readinto(buffer)
+
+    def close(self) -> None:
+        self._received.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A server that sends a byte now and then takes no longer than one that sends none."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_BytesInTime(self.fp.detach(), sock))
+
+
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
+
+
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Response
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+class _SecureHandler(urllib.request.HTTPSHandler):
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__(context=context)
+        self._trusted = context
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_SecureConnection, request, context=self._trusted)
+
+
 def _detail(error: urllib.error.HTTPError) -> str:
     try:
         return cut(str(json.loads(error.read(100_000))["detail"]), 1_000)
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
         return cut(str(error.reason))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -24,6 +27,9 @@ PRIVATE = {
     "accelerate.Accelerator._schedulers": "Schedulers that were prepared before would make a step for each process.",
     "accelerate.Accelerator._is_accelerate_prepared": (
         "`prepare` would wrap the pipeline in DDP, and shard a loader a second time."
+    ),
+    "torch.autograd._engine_run_backward": (
+        "`torch.autograd.grad` of a step's loss by parameters would blame the user's code, or give None without a word."
     ),
     "torch.optim.lr_scheduler.LRScheduler._step_count": (
         "OneCycleLR would raise after its last step, where Accelerate stops stepping it."
@@ -79,6 +85,22 @@ def schedulers_of(accelerator: Any) -> list[Any]:
 def has_steps_left(scheduler: Any) -> bool:
     """Whether Accelerate would step one of torch's schedulers: OneCycleLR has an end."""
     return not hasattr(scheduler, "total_steps") or scheduler._step_count <= scheduler.total_steps
+
+
+def heed_differentiation(heed: Callable[[Sequence[Any], Sequence[Any]], None], patches: Patches) -> None:
+    """Call something whenever outputs are differentiated by inputs that are named, with both.
+
+    Torch's own `grad` and `backward` stay what they are: steps are recorded by what they call.
+    """
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @wraps(run)
+    def heeded(outputs: Any, gradients: Any, keep: bool, create: bool, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs:
+            heed(outputs, inputs)
+        return run(outputs, gradients, keep, create, inputs, *args, **kwargs)
+
+    patches.set(torch.autograd, "_engine_run_backward", heeded)
 
 
 def _remove(items: list[Any], item: Any) -> None:

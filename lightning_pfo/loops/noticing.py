@@ -1,9 +1,9 @@
-"""Noticing what does not know of the layers of other ranks: norms of gradients, and optimizers."""
+"""Noticing what does not know of a pipeline's ranks: norms of gradients, optimizers and their states, `grad`."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.loops.compat import heed_differentiation
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.state.placeholders import refuse_saving_part
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.gradients import hands_gradients_out
 
 
 def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
@@ -36,7 +40,7 @@ def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Pat
 
 
 def check_at_first_step(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
-    """Refuse, or warn of, optimizers that treat parameters of several stages together.
+    """Refuse, or warn of, optimizers that treat parameters of several stages together; of all, refuse parts of states.
 
     Args:
         parameters: Method of the pipelined model that gives them; the model is not kept alive.
@@ -51,8 +55,32 @@ def check_at_first_step(parameters: Callable[[], Iterable[nn.Parameter]], patche
         checked.add(optimizer)
         of_model = {id(parameter) for parameter in own()}
         if any(id(parameter) in of_model for group in optimizer.param_groups for parameter in group["params"]):
+            refuse_saving_part(optimizer)
             warning = check_optimizer(optimizer, "model.clip_grad_norm_(float('inf'))")
             if warning:
                 warn_once(warning)
 
     patches.callback(register_optimizer_step_pre_hook(check).remove)
+
+
+def refuse_grad(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patches) -> None:
+    """Refuse to differentiate the loss of a step by parameters otherwise than by its `backward`.
+
+    Args:
+        parameters: Method of the pipelined model that gives them; the model is not kept alive.
+        patches: When it is closed, nothing is refused.
+    """
+    method = weakref.WeakMethod(parameters)
+
+    def refuse(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> None:
+        wanted = {id(each) for each in inputs if isinstance(each, nn.Parameter)}
+        if not wanted or not any(map(hands_gradients_out, outputs)) or (own := method()) is None:
+            return
+        if any(id(parameter) in wanted for parameter in own()):
+            raise ConfigurationError(
+                "A pipeline hands its gradients out when backward runs from the loss, each to p.grad on the ranks that "
+                "hold p; torch.autograd.grad(loss, parameters), or backward(inputs=parameters), would find none. Call "
+                "loss.backward() or accelerator.backward(loss), and read p.grad."
+            )
+
+    heed_differentiation(refuse, patches)

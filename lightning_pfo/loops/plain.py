@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ModelCall
 from lightning_pfo.loops.inputs import InputsWithGraph
-from lightning_pfo.loops.noticing import check_at_first_step, tell_of_norms
+from lightning_pfo.loops.noticing import check_at_first_step, refuse_grad, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
-from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled
+from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
+from lightning_pfo.strategy.model.tracing.dividing.cutting import LeadsBackError
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms, clip_for_torch
@@ -41,6 +43,7 @@ from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.memory.report import MemoryReport
 from lightning_pfo.strategy.step.memory.watch import report_of
+from lightning_pfo.strategy.watch.present import naming_who_has_ended
 
 _log = logging.getLogger(__name__)
 
@@ -137,14 +140,17 @@ class PipelinedModel(ModelState):
         check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
         check_schedule_name(schedule)
         check_uncalled(hold_uncalled)
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        if num_microbatches is not None and not (isinstance(num_microbatches, Integral) and num_microbatches >= 1):
+            raise ConfigurationError(
+                f"num_microbatches is a whole number, at least 1, or None; got {num_microbatches!r}."
+            )
         meet_for_another()
         self.patches = Patches()
         self.device = device if device is not None else _default_device()
         self.module = module  # what is set from here on may be its own, see `__setattr__`
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one
+        watch_others()
         self._mesh = make_mesh(self.device.type, data_parallel_size, 1, "dp_pp")
         self._scaler = scaler
         if scaler is not None:
@@ -158,6 +164,7 @@ class PipelinedModel(ModelState):
         )
         batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
+        self._has_example = example_batch is not None
         self._averages, self._has_unaveraged = True, False
         self._num_evaluations = 0
         self._pipeline = build_pipeline(
@@ -190,6 +197,7 @@ class PipelinedModel(ModelState):
             self.parameters, self._pipeline.shared, self.device, self._mesh.num_ranks, self._together.meet
         )
         clip_for_torch(self._norms, within_step, self.patches)
+        refuse_grad(self.parameters, self.patches)
         if self._mesh.num_ranks > 1:
             tell_of_norms(self.parameters, self.patches)
             check_at_first_step(self.parameters, self.patches)
@@ -275,6 +283,7 @@ class PipelinedModel(ModelState):
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    @naming_who_has_ended()
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a batch without loss and gradients; a collective call.
 
@@ -293,6 +302,7 @@ class PipelinedModel(ModelState):
                 "predict", self._call.output, self._call.of_evaluation(batch), self._step_seed(2), batch, ()
             )
 
+    @naming_who_has_ended()
     def foretell_memory(self, optimizers: Sequence[Optimizer], *args: Any, **kwargs: Any) -> MemoryReport | None:
         """How much memory each rank will take in a loop that zeroes gradients after each batch; it trains nothing.
 
@@ -330,41 +340,58 @@ class PipelinedModel(ModelState):
         finally:
             self._averages = before
 
+    @naming_who_has_ended()
     def _train(self, inputs: InputsWithGraph) -> Any:
         self._together.begin("training", inputs.batch)
         number = self._call.num_microbatches = self._call.of_training(inputs.batch)
         loss_scale = loss_scale_of(self._scaler, self.device)
         self._has_unaveraged |= not self._averages
-        output = self._pipeline.runner.train(
-            self._call.loss,
-            number,
-            self._step_seed(0),
-            inputs.batch,
-            (),
-            loss_scale,
-            average=self._averages and not self._has_unaveraged,
-            then=self._after_backward,
-            outputs="nobody",  # beside the loss
-        )
+        with self._naming_example():
+            output = self._pipeline.runner.train(
+                self._call.loss,
+                number,
+                self._step_seed(0),
+                inputs.batch,
+                (),
+                loss_scale,
+                average=self._averages and not self._has_unaveraged,
+                then=self._after_backward,
+                outputs="nobody",  # beside the loss
+            )
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         if inputs:
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
         return LossOutput(loss=loss) if isinstance(output, dict) else loss
 
+    @naming_who_has_ended()
     def _after_backward(self) -> None:
         if self._averages and self._has_unaveraged:  # with what has accumulated before
             if self._pipeline.means is not None:
                 self._pipeline.means.average(self._pipeline.held)
             self._has_unaveraged = False
 
+    @naming_who_has_ended()
     def _evaluate(self, batch: Any) -> Any:
         self._together.begin("evaluation", batch)
         call, seed = self._call, self._step_seed(1)
-        with torch.no_grad():
+        with self._naming_example(), torch.no_grad():
             found = self._pipeline.runner.evaluate(
                 "evaluation", call.evaluated, call.of_evaluation(batch), seed, batch, (), outputs="last"
             )
         return self._outputs.tell(found)
+
+    @contextmanager
+    def _naming_example(self) -> Iterator[None]:
+        """Without an example layers are taken to be called as they are held; where they are not, one shows how."""
+        try:
+            yield
+        except LeadsBackError as error:
+            if self._has_example:
+                raise
+            raise LeadsBackError(
+                f"{error} Or give PipelinedModel an example_batch, as the call takes it: (x, y), or a dict of named "
+                f"arguments; it shows in which order parts are called."
+            ) from error
 
     def _first_step(self, example: Any) -> Callable[[torch.device], Any] | None:
         return self._call.first_step(example)
@@ -375,6 +402,7 @@ class PipelinedModel(ModelState):
         self._num_evaluations += 1  # every batch has noise of its own
         return (kind, self.replica, self.iteration, self._num_evaluations)
 
+    @naming_who_has_ended()
     def clip_grad_norm_(
         self, max_norm: float, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0
     ) -> torch.Tensor:

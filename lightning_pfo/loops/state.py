@@ -19,6 +19,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.state.whole_module import gather_module
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
+from lightning_pfo.strategy.watch.present import naming_who_has_ended
 
 
 class ModelState(ModuleWithPlaceholders):
@@ -70,6 +71,13 @@ class ModelState(ModuleWithPlaceholders):
             "AveragedModel(model.module), is made and updated within `with model.whole_parameters():`, on every rank."
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(
+            "A model on a pipeline is one with its processes, and is not pickled (torch.save(model)). Call "
+            "gather_module() for a whole one on rank 0, or full_state_dict() (accelerator.get_state_dict(model)), on "
+            "every rank, and save what it gives."
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own state dict: its names, with placeholders for layers of other ranks."""
         return self.module.state_dict(*args, **kwargs)
@@ -78,6 +86,7 @@ class ModelState(ModuleWithPlaceholders):
         """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
         return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
 
+    @naming_who_has_ended()
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the state dict of the whole module on rank 0 (empty on other ranks); a collective call."""
         self._together.meet("collecting the state of the model")
@@ -85,6 +94,7 @@ class ModelState(ModuleWithPlaceholders):
             return {}
         return full.gather_module_state(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group)
 
+    @naming_who_has_ended()
     def gather_module(self) -> nn.Module | None:
         """The whole module on rank 0, None on other ranks; a collective call of all ranks.
 
@@ -113,6 +123,7 @@ class ModelState(ModuleWithPlaceholders):
         with whole_parameters(modules or (self.module,), self._pipeline.engine.device, self._mesh.pipeline_group):
             yield
 
+    @naming_who_has_ended()
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Gather an optimizer's state dict of all ranks on rank 0 (empty on other ranks); a collective call."""
         self._together.meet("collecting the state of an optimizer")

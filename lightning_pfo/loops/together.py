@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,11 +13,12 @@ import torch.distributed as dist
 from lightning_pfo.core.errors import ConfigurationError, PfoError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import refuse_forked
-from lightning_pfo.strategy.parallel.compat import cell_of
+from lightning_pfo.strategy.parallel.compat import abort_process_group, cell_of
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.effects.within import within_step
+from lightning_pfo.strategy.watch.present import watch_ranks, who_has_ended
 
 _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -45,6 +48,13 @@ def meet_for_another() -> None:
             except RanksApartError as error:
                 if not tries_left or _ANOTHER not in str(error) or error.__cause__ is not None:
                     raise
+
+
+def watch_others() -> None:
+    """Hear of processes that end, so that messages name them; a collective call of all processes."""
+    num_processes = dist.get_world_size()
+    is_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) == num_processes
+    watch_ranks(os.environ.get("MASTER_ADDR", socket.gethostname()), abort_process_group, one_node=is_one_node)
 
 
 class Together:
@@ -131,7 +141,7 @@ def _meet(what: str, hosts: dist.ProcessGroup | None) -> None:
     except RuntimeError as error:
         raise RanksApartError(
             f"The ranks of a pipeline do everything together, but others have ended while this one comes to: "
-            f"{what}. Call on every rank what all take part in."
+            f"{what}. {who_has_ended() or 'Call on every rank what all take part in.'}"
         ) from error
 
 

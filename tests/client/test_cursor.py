@@ -61,3 +61,10 @@ def test_without_a_plan_nothing_is_asked_for(cursor, requests):
     run(cursor, ["forward", "backward"])
     assert requests == []
     assert not cursor.is_complete
+
+
+def test_where_no_clock_can_be_set_none_is_told(caplog):
+    cursor = RowCursor(lambda clock_mhz: None, top_mhz=0)
+    cursor.begin(ROW)
+    run(cursor, ["backward"])
+    assert "the rest of the step runs at the GPU's own clocks." in caplog.text

@@ -46,7 +46,18 @@ def refusals(tmp_path_factory):
             r"Those of datasets with an index .* Prepare it after prepare_pipeline",
         ),
         ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
-        ("another_order", "LeadsBackError", r"Stages run one after the other.*'module\.layers\.\d'.*is used after"),
+        (
+            "another_order",
+            "LeadsBackError",
+            r"Stages run one after the other.*'module\.layers\.\d'.*is used after.*an example_batch",
+        ),
+        ("text_for_microbatches", "ConfigurationError", r"num_microbatches is a whole number.* got '4'\."),
+        ("fraction_of_replicas", "ConfigurationError", r"got 1\.0\. Use one of \[1, 2\]"),
+        ("model_saved_whole", "ConfigurationError", r"is not pickled.*gather_module\(\)"),
+        ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
+        ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
+        ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),
+        ("backward_for_some", "ConfigurationError", r"read p\.grad"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         ("loss_apart", "ConfigurationError", r"last, by position, the target.*got Tensor\..*model\.predict\(x\)"),
         ("without_accelerator", "ConfigurationError", r"in this order; got a Net as accelerator"),
@@ -64,6 +75,12 @@ def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message
     for rank in refusals:
         assert rank[case][0] in (kind, "StepFailedError")  # the latter quotes what another rank raised
         assert re.search(message, rank[case][1])
+
+
+def test_what_is_like_the_refused_goes_on(refusals):
+    for rank in refusals:
+        assert rank["gradients_of_something_else"] == [3.0]
+    assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
 
 
 def test_an_example_shows_the_order_in_which_layers_are_called(refusals):

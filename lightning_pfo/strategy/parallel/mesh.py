@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Integral
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,18 +82,22 @@ def check_mesh_sizes(data_parallel_size: int, tensor_parallel_size: int, world_s
     Raises:
         ConfigurationError: If not.
     """
-    if tensor_parallel_size < 1 or world_size % tensor_parallel_size:
+    if not _is_size(tensor_parallel_size) or world_size % tensor_parallel_size:
         raise ConfigurationError(
             f"tensor_parallel_size divides the number of processes ({world_size}) into groups of equal size; got "
-            f"{tensor_parallel_size}. Use one of {_divisors(world_size)}."
+            f"{tensor_parallel_size!r}. Use one of {_divisors(world_size)}."
         )
     num_places = world_size // tensor_parallel_size
-    if data_parallel_size < 1 or num_places % data_parallel_size:
+    if not _is_size(data_parallel_size) or num_places % data_parallel_size:
         per_place = f" / tensor_parallel_size={tensor_parallel_size}" if tensor_parallel_size > 1 else ""
         raise ConfigurationError(
             f"data_parallel_size divides the number of processes ({world_size}){per_place} into replicas of equal "
-            f"size; got {data_parallel_size}. Use one of {_divisors(num_places)}."
+            f"size; got {data_parallel_size!r}. Use one of {_divisors(num_places)}."
         )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,11 +1,13 @@
 """What stands in state dicts for tensors of other ranks: it has a name, a shape and a place, but nobody can save it.
 
 A module whose parts lie on several ranks has tensors on the meta device in their places. Torch writes those to a file
-without a word, so each state dict, also that of a part of the module, marks them.
+without a word, so each state dict, also that of a part of the module, marks them. An optimizer's has no entries in
+their places, and is marked as a whole.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -25,6 +28,13 @@ _REFUSAL = (
     "one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
     "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict(). To "
     "move values from one module to another, enter `with trainer.strategy.whole_parameters(one, other):` on every rank."
+)
+
+_REFUSAL_OF_PART = (
+    "This state of an optimizer is that of one rank's parameters: whoever loads it begins anew with all others. Call "
+    "model.full_optimizer_state(optimizer) on every rank, save what it gives the first, and load that by "
+    "model.load_optimizer_state(optimizer, state). Of an optimizer that Accelerate has prepared, state_dict() and "
+    "load_state_dict() do so."
 )
 
 
@@ -90,3 +100,27 @@ def _mark(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
             if value.layout != torch.strided:  # sparse ones have no other classes
                 value = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             state[prefix + name] = value.as_subclass(Placeholder)
+
+
+class PartOfState(dict[Any, Any]):
+    """What an optimizer's state dict has of parameters on this rank; it goes back into the optimizer, not to a file."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigurationError(_REFUSAL_OF_PART)
+
+    def __copy__(self) -> PartOfState:
+        return PartOfState(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartOfState:
+        return PartOfState(copy.deepcopy(dict(self), memo))
+
+
+def refuse_saving_part(optimizer: Optimizer) -> None:
+    """Let state dicts of an optimizer with parameters on the meta device have a `PartOfState`, if they have any."""
+    optimizer.register_state_dict_post_hook(_mark_part)
+
+
+def _mark_part(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if state.get("state") and any(each.is_meta and each.requires_grad for each in parameters):
+        state["state"] = PartOfState(state["state"])

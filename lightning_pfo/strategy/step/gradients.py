@@ -177,6 +177,9 @@ class _LossWithGradients(torch.autograd.Function):
         return None, None, None
 
 
+_HANDING_OUT = f"{_LossWithGradients.__name__}Backward"
+
+
 def attach_gradients(
     loss: torch.Tensor,
     gradients: Gradients,
@@ -248,15 +251,26 @@ def loss_of(result: Any) -> torch.Tensor:
 
 def way_of(loss: torch.Tensor) -> int:
     """How a loss is made, by its last operations: another number is another way, such as a sum for a mean."""
-    if loss.grad_fn is None:
-        return 0
-    operations, seen = [loss.grad_fn], {loss.grad_fn}
+    operations = _last_operations(loss)
+    return (zlib.crc32(" ".join(map(kind_of_operation, operations)).encode()) or 1) if operations else 0
+
+
+def hands_gradients_out(value: torch.Tensor) -> bool:
+    """Whether a value is the loss of a step, or made of it by a few operations: gradients come by its backward only."""
+    return any(operation.name() == _HANDING_OUT for operation in _last_operations(value))
+
+
+def _last_operations(value: torch.Tensor) -> list[Any]:
+    if value.grad_fn is None:
+        return []
+    operations: list[Any] = [value.grad_fn]
+    seen = {value.grad_fn}
     for operation in operations:
         new = (before for before, _ in operation.next_functions if before is not None and before not in seen)
         for before in islice(new, _LAST_OPERATIONS - len(operations)):
             seen.add(before)
             operations.append(before)
-    return zlib.crc32(" ".join(map(kind_of_operation, operations)).encode()) or 1
+    return operations
 
 
 def to_be_differentiated(loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None) -> torch.Tensor:

@@ -40,10 +40,8 @@ from lightning_pfo.strategy.trainer.compat import (
 from lightning_pfo.strategy.trainer.first_rank import rank_in_step
 from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLauncher, ForkLauncher, ScriptLauncher
 from lightning_pfo.strategy.trainer.together import together
-from lightning_pfo.strategy.watch.present import check_ranks, watch_ranks
+from lightning_pfo.strategy.watch.present import GRACE_S, check_ranks, watch_ranks
 from lightning_pfo.strategy.watch.rank_watch import RankWatch
-
-_GRACE_S = 30.0
 
 
 class MeshStrategy(StrategyBase):
@@ -227,7 +225,7 @@ class MeshStrategy(StrategyBase):
             self.cluster_environment.main_address,
             abort_process_group,
             one_node=self.num_nodes == 1,
-            grace_s=min(_GRACE_S, self._timeout.total_seconds()),
+            grace_s=min(GRACE_S, self._timeout.total_seconds()),
         )
         if self.rank_watch is not None:
             self.rank_watch.begin()

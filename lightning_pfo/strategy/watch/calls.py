@@ -115,6 +115,12 @@ class Calls:
         if self.under_way and (missing := self._missing()) is not None:
             self._break_off_soon(missing)
 
+    def first_end(self) -> str | None:
+        """What is said of the first other rank that has ended, after a moment for the news; None if none has."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ends, _NEWS_S)
+            return next((end.text for end in self._ends.values()), None)
+
     def _missing(self) -> str | None:
         """Which rank will not come to the present call any more."""
         return next((end.text for end in self._ends.values() if end.calls < self._number), None)

@@ -6,17 +6,23 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch.distributed as dist
 
+from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.watch.connection import Address
-from lightning_pfo.strategy.watch.errors import RankDiedError
+from lightning_pfo.strategy.watch.errors import RankDiedError, tells_of_others
 from lightning_pfo.strategy.watch.rank_watch import RankWatch
 
+GRACE_S = 30.0
 
-def watch_ranks(host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float) -> RankWatch | None:
+
+def watch_ranks(
+    host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float = GRACE_S
+) -> RankWatch | None:
     """Watch the processes of the present world, once for all runs in it; a collective call.
 
     Args:
@@ -52,6 +58,31 @@ def check_ranks() -> None:
     death = None if _present is None else _present[1].death()
     if death is not None:
         raise RankDiedError(death)
+
+
+def who_has_ended() -> str | None:
+    """What is said of the first rank of this world that has ended, after a moment for the news; None if none has."""
+    if _present is None or _present[0] is not dist.group.WORLD:
+        return None
+    return _present[1].first_end()
+
+
+@contextmanager
+def naming_who_has_ended() -> Iterator[None]:
+    """Within the context, or a function that has it as its decorator, errors of transfers say who is gone.
+
+    Raises:
+        RankDiedError: If a transfer fails and a rank has ended.
+    """
+    try:
+        yield
+    except PfoError:
+        raise
+    except RuntimeError as error:
+        ended = who_has_ended() if tells_of_others(error) else None
+        if ended is None:
+            raise
+        raise RankDiedError(ended) from error
 
 
 _present: tuple[Any, RankWatch] | None = None

@@ -240,6 +240,10 @@ class RankWatch:
             yield
         self._tell(event="called", calls=self._calls.completed)
 
+    def first_end(self) -> str | None:
+        """What is said of the first other rank that has ended, after a moment for the news; None if none has."""
+        return self._calls.first_end() if self._connections else None
+
     def end(self, error: BaseException | None) -> None:
         """Say that the script of this rank is at its end: it tells others nothing more, though its process is there."""
         text = "" if error is None else text_of(error)

@@ -1,5 +1,7 @@
 """What cannot work is refused with a reason; every rank writes FOLDER/rank_N.json."""
 
+import copy
+import io
 import json
 import sys
 from pathlib import Path
@@ -116,7 +118,71 @@ def without_cpu():
     prepare_pipeline(Accelerator(), Net(), loss_fn=loss_fn)
 
 
+def text_for_microbatches():
+    PipelinedModel(Net(), loss_fn, num_microbatches="4")
+
+
+def fraction_of_replicas():
+    PipelinedModel(Net(), loss_fn, data_parallel_size=1.0)
+
+
+def model_saved_whole():
+    torch.save(trained()[0], io.BytesIO())
+
+
+def trained():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    optimizer.step()
+    return model, optimizer
+
+
+def optimizer_saved_alone():
+    _, optimizer = trained()
+    torch.save({"optimizer": optimizer.state_dict()}, io.BytesIO())
+
+
+def optimizer_saved_together():
+    model, optimizer = trained()
+    state = copy.deepcopy(optimizer.state_dict())  # for going back in the same process
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    file = io.BytesIO()
+    torch.save(model.full_optimizer_state(optimizer), file)
+    results["optimizer_saved_together"] = len(torch.load(io.BytesIO(file.getvalue())).get("state", ()))
+
+
+def gradients_asked_for(of_loss, **options):
+    model, _ = trained()
+    loss = model(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    torch.autograd.grad(of_loss(loss), (p for p in model.parameters() if p.requires_grad), **options)
+
+
+def gradients_of_a_loss():
+    gradients_asked_for(lambda loss: loss)
+
+
+def gradients_of_a_multiple():
+    gradients_asked_for(lambda loss: loss / 2 + 1, allow_unused=True)
+
+
+def backward_for_some():
+    model, _ = trained()
+    model(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)).backward(inputs=list(model.parameters()))
+
+
+def gradients_of_something_else():
+    model, _ = trained()
+    held = next(p for p in model.parameters() if p.requires_grad and not p.is_meta)
+    results["gradients_of_something_else"] = torch.autograd.grad(held.sum() * 3, held)[0].unique().tolist()
+    model.release()
+
+
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
+CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
+CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
+CASES += (backward_for_some, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.state.placeholders import refuse_saving, unmarked
+from lightning_pfo.strategy.state.placeholders import refuse_saving, refuse_saving_part, unmarked
 
 
 @pytest.fixture
@@ -73,3 +73,37 @@ def test_what_is_whole_has_no_marks(root):
     torch.save(whole.state_dict(), io.BytesIO())
     with pytest.raises(ConfigurationError):
         torch.save(root.state_dict(), io.BytesIO())
+
+
+def optimizer_of(root):
+    optimizer = torch.optim.AdamW(root.requires_grad_(True).parameters())
+    refuse_saving_part(optimizer)
+    for parameter in root[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda state: torch.save(state, io.BytesIO())])
+def test_a_part_of_an_optimizers_state_is_not_written(root, save):
+    state = optimizer_of(root).state_dict()
+    for each in (state, copy.deepcopy(state), {"state": copy.copy(state["state"])}):
+        with pytest.raises(ConfigurationError, match=r"one rank's parameters.*model\.full_optimizer_state"):
+            save({"optimizer": each})
+
+
+def test_a_part_of_an_optimizers_state_goes_back_into_it(root):
+    optimizer = optimizer_of(root)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    optimizer.load_state_dict(before)
+    assert [float(each["step"]) for each in optimizer.state.values()] == [1.0, 1.0]
+
+
+def test_a_whole_state_of_an_optimizer_is_written(root):
+    whole = optimizer_of(root[:1]).state_dict()
+    assert pickle.loads(pickle.dumps(whole))["state"].keys() == {0, 1}
+    without_state = torch.optim.SGD(root.parameters())
+    refuse_saving_part(without_state)
+    without_state.step()
+    assert pickle.loads(pickle.dumps(without_state.state_dict()))["state"] == {}
