@@ -48,7 +48,7 @@ class RowsLeft:
 
     def __init__(self) -> None:
         self._rows: list[Rows] = []
-        self._has_guessed = False
+        self._guessed: set[str] = set()
         self.are_divided = False
 
     def note(self, rows: Sequence[Rows]) -> None:
@@ -62,16 +62,17 @@ class RowsLeft:
         self.are_divided = self.are_divided or is_new
         return is_new
 
-    def guess(self, owner: nn.Module, number: int) -> bool:
+    def guess(self, kind: str, owner: nn.Module, number: int) -> bool:
         """Do so with what the module has itself, before any batch has left something; False: there is nothing.
 
         Args:
+            kind: Which step fails; of each it is tried once.
             owner: The user's module.
             number: How many samples the batch has.
         """
-        if self.are_divided or self._rows or self._has_guessed:
+        if self.are_divided or self._rows or kind in self._guessed:
             return False
-        self._has_guessed = True
+        self._guessed.add(kind)
         for holder in (vars(owner), tensors_of(owner).buffers):
             for key, value in holder.items():
                 if not key.startswith("_") and (dimensions := _dimensions_of(value, number)):

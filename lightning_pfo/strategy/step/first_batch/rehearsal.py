@@ -259,8 +259,7 @@ class Rehearsal:
             return self._try(first, parts, draw, whole, evaluates=evaluates)
         if deviates and self._runner.programs.follow("compare" if is_training else first.kind):
             return self._try(first, parts, draw, whole, evaluates=evaluates)
-        if problems and len(parts) > 1 and first.rows.guess(self._owner, first.parts.size):
-            self._runner.programs.forget()
+        if problems and len(parts) > 1 and self._divides_rows(first):
             found = self._try(first, parts, draw, whole, evaluates=evaluates)
             if found[1]:
                 first.rows.give_up()
@@ -277,6 +276,16 @@ class Rehearsal:
             except Exception as error:  # training itself will say what is wrong; other ranks must not wait
                 problems = [f"{type(error).__name__}: {error}"]
         return (run if results and not problems else None), (problems[0] if problems else "")
+
+    def _divides_rows(self, first: StepOnBatch) -> bool:
+        """Whether microbatches are given their own rows of what the module has from now on; all decide together."""
+        is_here = first.rows.guess(first.kind, self._owner, first.parts.size)
+        if all(self._engine.all_gather(is_here, everywhere=self.everywhere)):
+            self._runner.programs.forget()
+            return True
+        if is_here:
+            first.rows.give_up()
+        return False
 
     def tolerance(self) -> float:
         """The relative difference that rounding explains, of what was run."""

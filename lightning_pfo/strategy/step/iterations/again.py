@@ -42,7 +42,7 @@ def _by_rows(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: 
     except StepEndedError:
         raise
     except Exception as error:
-        if of.programs is not None or not (of.rows.divide() or of.rows.guess(owner, of.parts.size)):
+        if of.programs is not None or not (of.rows.divide() or of.rows.guess(of.kind, owner, of.parts.size)):
             raise
         programs.forget()
         try:
