@@ -72,9 +72,10 @@ def refuse_grad(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patch
     """
     method = weakref.WeakMethod(parameters)
 
-    def refuse(outputs: Sequence[torch.Tensor], inputs: Sequence[Any]) -> None:
+    def refuse(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         wanted = {id(each) for each in inputs if isinstance(each, nn.Parameter)}
-        if not wanted or not any(map(hands_gradients_out, outputs)) or (own := method()) is None:
+        tensors = (each for each in outputs if isinstance(each, torch.Tensor))  # and no edge of a graph
+        if not wanted or not any(map(hands_gradients_out, tensors)) or (own := method()) is None:
             return
         if any(id(parameter) in wanted for parameter in own()):
             raise ConfigurationError(

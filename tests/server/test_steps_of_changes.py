@@ -3,6 +3,8 @@
 Our client's follower, without its thread, and our server's registry, without HTTP; hypothesis says what happens when.
 """
 
+import json
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -62,7 +64,8 @@ class Changes(RuleBasedStateMachine):
         if plan is None:
             return Answer(204, headers, None)
         names = ("version", "from_step", "purpose", "label")
-        return Answer(200, headers, {name: getattr(plan, name) for name in names} | {"frequencies": plan.row_of(info)})
+        told = {name: getattr(plan, name) for name in names} | {"frequencies": plan.row_of(info)}
+        return Answer(200, headers, json.loads(json.dumps(told)))
 
     ranks = st.integers(0, NUM_RANKS - 1)
 
