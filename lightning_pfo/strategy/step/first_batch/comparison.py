@@ -32,8 +32,12 @@ _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
 _NEWS = 4
 """So many later ones, in which something is left or logged that was not before; so many whose loss is made anew."""
-_LATER = frozenset(4**power for power in range(1, 16))
-"""Numbers of the batches that are compared again, 4, 16, 64 and so on: the first may have been equal by chance."""
+_LATER = frozenset(4**power for power in range(2, 16))
+"""Numbers of the training batches that are compared again: 16, 64, 256 and so on."""
+
+
+_AGAIN = _LATER | {4}
+"""Those of evaluations, which take no memory beside, and of all where a number was 0 in the batches before."""
 _STATE = (
     "This step keeps something for the next batch, and each microbatch finds all of it: a state is divided where its "
     "tensors have a row for each sample. With num_microbatches=1 and schedule='gpipe' it is that of one device."
@@ -121,10 +125,10 @@ class Comparison:
         """Whether numbers of a step may be others by now: there was nothing to tell by, or losses have changed."""
         number = self._number[source]
         if source[0] == "train":
-            return source in self._untold and number in _LATER
+            return source in self._untold and number in _AGAIN
         ways = 0 if self._divided else min(len(self._runner.rules.ways), _NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
-        return ways > before or number in _LATER
+        return ways > before or number in _AGAIN
 
     def _may_tell(self, source: Source) -> bool:
         """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
