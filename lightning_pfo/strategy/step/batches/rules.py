@@ -254,7 +254,8 @@ def _as_tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     """Tensors and numbers as tensors of one type."""
     device = next(value.device for value in values if isinstance(value, torch.Tensor))
     tensors = [torch.as_tensor(value, device=device) for value in values]
-    return [tensor.to(reduce(torch.promote_types, (each.dtype for each in tensors))) for tensor in tensors]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def merged_by(rule: Rule | None, values: Sequence[Any]) -> tuple[Any] | None:

@@ -34,6 +34,7 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
 """Rules to try, the likelier first; what they are for a number, and for how it grows and is set."""
 _NAMED = 5
 """Of more numbers only the first are named."""
+_PUT_TOGETHER = "Numbers that a step leaves, returns or logs are put together from those of its microbatches."
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,18 @@ class NumberCheck:
             pair.parts.numbers_of(index) for pair in situation for index in range(len(pair.parts.recorder.sizes))
         ]
         for place, number in ((place, number) for numbers in of_parts for place, number in numbers.items()):
-            self._dimensions[place.removesuffix(GROWN).removesuffix(SET)] = number.dim()
+            self._dimensions[_without_form(place)] = number.dim()
         found = {}
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
+            of = _without_form(place)
             if any(bool(numbers[place].any()) for numbers in (*by_parts, *wholes, *of_parts) if place in numbers):
                 self.untold.discard(place)
-                self._seen.add(place.removesuffix(GROWN).removesuffix(SET))
-            elif not place.endswith((GROWN, SET)):
+                self._seen.add(of)
+            elif of == place:
                 self.untold.add(place)
-            if said and place.removesuffix(GROWN).removesuffix(SET) not in self.unfit:
-                found[place.removesuffix(GROWN).removesuffix(SET)] = said
+            if said and of not in self.unfit:
+                found[of] = said
         return found
 
     def number_unexplained(self, situation: Situation, tolerance: float) -> int:
@@ -154,6 +156,11 @@ class NumberCheck:
     def _set(self, place: str, candidate: str) -> None:
         rules = {place + how: rule for how, rule in _CANDIDATES[candidate].items()}
         self.rules.set(rules, self._dimensions.get(place, 0))
+
+
+def _without_form(place: str) -> str:
+    """Where a number is, of how it grows or is set there."""
+    return place.removesuffix(GROWN).removesuffix(SET)
 
 
 def _complete(numbers: Numbers, others: Numbers) -> None:
@@ -219,22 +226,21 @@ def _form(numbers: Sequence[torch.Tensor]) -> str:
 def describe_changed(changed: dict[str, str]) -> str:
     """What is said of numbers that another rule explains than in earlier batches."""
     return (
-        f"Numbers that a step leaves, returns or logs are put together from those of its microbatches. In a later "
-        f"batch these are others than on one device, and are put together by another rule from here on: "
-        f"{_named(changed)}. In batches since this step was compared last they may be others than on one device, as "
-        f"also where a name has two meanings by turns. Give each meaning its own name from the first batch on."
+        f"{_PUT_TOGETHER} In a later batch these are others than on one device, and are put together by another rule "
+        f"from here on: {_named(changed)}. In batches since this step was compared last they may be others than on "
+        f"one device, as also where a name has two meanings by turns. Give each meaning its own name "
+        f"from the first batch on."
     )
 
 
 def describe(unfit: dict[str, str]) -> str:
     """What is said of numbers that no rule explains, with ways out."""
     return (
-        f"Numbers that a step leaves, returns or logs are put together from those of its microbatches. On one of "
-        f"the first batches these are others than on one device, and neither their mean nor their sum, largest, least, "
-        f"first or last is what one device has: {_named(unfit)}. Log a metric object with on_step=False and "
-        f"on_epoch=True; or keep and return what they are computed from (tensors with a row for each sample are "
-        f"joined), and compute them in a hook such as on_train_batch_end; or use loss_over='batch' with "
-        f"schedule='gpipe'. check_loss=False leaves the comparison out."
+        f"{_PUT_TOGETHER} On one of the first batches these are others than on one device, and neither their mean nor "
+        f"their sum, largest, least, first or last is what one device has: {_named(unfit)}. Log a metric object with "
+        f"on_step=False and on_epoch=True; or keep and return what they are computed from (tensors with a "
+        f"row for each sample are joined), and compute them in a hook such as on_train_batch_end; or use "
+        f"loss_over='batch' with schedule='gpipe'. check_loss=False leaves the comparison out."
     )
 
 
