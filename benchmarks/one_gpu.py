@@ -109,6 +109,7 @@ _BATCH = {"schedule": "gpipe", "loss_over": "batch"}
 CASES = {
     "plain": Case(),
     "fused": Case(make=partial(Language, fused=True)),
+    "fp16-mixed": Case(trainer={"precision": "16-mixed"}),
     "bf16-mixed": Case(trainer={"precision": "bf16-mixed"}),
     "bf16-true": Case({"precise_gradients": True}, {"precision": "bf16-true"}),
     "recomputed": Case({"activation_checkpointing": "full"}),
