@@ -137,7 +137,8 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ())
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo does not know all types."""
-    return tensor.reshape(-1).view(torch.uint8)
+    row = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, and is contiguous
+    return row.view(torch.uint8)
 
 
 def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:

@@ -22,13 +22,14 @@ from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.compat import tree_map_only
-from lightning_pfo.strategy.parallel.groups import Shared
+from lightning_pfo.strategy.parallel.groups import Shared, spread
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
-from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.effects import AddedMetricError, Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put, without_inference_mode
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
@@ -121,6 +122,7 @@ class StepRunner:
         self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._newcomers = Newcomers(owner)
+        self._divided = divided
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
@@ -172,7 +174,7 @@ class StepRunner:
         engine = self.engine
         self._when_training()
         engine.set_num_microbatches(num_microbatches)
-        microbatches = self.batching.split(batch, num_microbatches)
+        microbatches = self._split(batch, num_microbatches)
         if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
         step = self._fresh.given_to("train", step, tells=tells)
@@ -216,6 +218,17 @@ class StepRunner:
         loss = attach_gradients(loss, gradients, loss_scale, then)
         loss = loss.reshape(outcome["shape"]) if outcome["shape"] else loss
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
+
+    def _split(self, batch: Any, num_microbatches: int) -> Microbatches:
+        """A batch's microbatches; where replicas gather layers for each, all have as many as the one with fewest."""
+        microbatches = self.batching.split(batch, num_microbatches)
+        while self._divided and self._means is not None:
+            number = len(microbatches)
+            most, fewest = spread(torch.tensor([number, -number]), torch.maximum, self._means.hosts).tolist()
+            if most == -fewest:
+                break
+            microbatches = self.batching.split(batch, -fewest)
+        return microbatches
 
     def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
         return run_again(of, run, self.owner, self.programs, joins=self.batching.joins_microbatches)
@@ -265,7 +278,7 @@ class StepRunner:
         """
         given = batch
         with without_inference_mode((batch, rest)) as (batch, rest):
-            microbatches = self.batching.split(batch, num_microbatches)
+            microbatches = self._split(batch, num_microbatches)
             of = StepOnBatch(
                 kind,
                 self._fresh.given_to(kind, step, tells=tells),
@@ -287,6 +300,8 @@ class StepRunner:
             try:
                 self._first_looks.look(of)
                 return self._run_again(of, lambda: self._run(of, outputs=outputs))[0]
+            except AddedMetricError:
+                raise
             except ConfigurationError as error:
                 refused = error
         try:

@@ -5,9 +5,25 @@ In processes of their own: those of a test process that has trained something co
 
 from pathlib import Path
 
+import pytest
+import torch
+
+from lightning_pfo.strategy.parallel.groups import as_bytes
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "groups.py"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.tensor(3.0), torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3)[:1, 1], torch.zeros(0, 3)],
+    ids=["number", "matrix", "column of one row", "nothing"],
+)
+def test_bytes_are_the_memory_of_any_contiguous_tensor(tensor):
+    data = as_bytes(tensor)
+    assert len(data) == tensor.nbytes
+    data.zero_()
+    assert not tensor.any()
 
 
 def test_all_know_what_each_has_told():

@@ -4,6 +4,7 @@ On one rank and on two; each writes what hooks compute. Usage: metrics_anywhere.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
 
@@ -26,6 +28,8 @@ def accuracy():
 
 
 class Measured(L.LightningModule):
+    batch_size = 8
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -102,6 +106,18 @@ class Tracked(Measured):
 
     def note(self):
         self.seen.append(self.tracker.best_metric())
+
+
+class TrackedInStep(Tracked):
+    """Each microbatch would add a metric of its own."""
+
+    def on_validation_epoch_start(self):
+        pass
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0:
+            self.tracker.increment()
+        super().validation_step(batch, batch_idx)
 
 
 class MadeInHook(Measured):
@@ -232,6 +248,12 @@ class LoggedForEpochs(OnlyTrains, Measured):
 
     def on_train_end(self):
         self.seen.append(self.trainer.callback_metrics["median"].item())
+
+
+class InLongEpochs(LoggedForEpochs):
+    """Batch 16 is compared with one device too, and finds samples of batch 15 in a place that was new then."""
+
+    batch_size = 2
 
 
 class InList(InDict):
@@ -367,7 +389,7 @@ class Counting(L.Callback):
 CASES = [
     *(Cloned, ClonedLate, ClonedCollection, Tracked, MadeInHook),
     *(InDict, InList, InObject, InVariable, Variable, OfLayers, Counts, CountsInAttribute, OfEarlyLayer, OfCallback),
-    *(LoggedFromDict, LoggedFromVariable, FailsToCompute, LoggedForEpochs),
+    *(LoggedFromDict, LoggedFromVariable, FailsToCompute, LoggedForEpochs, InLongEpochs),
 ]
 
 
@@ -386,13 +408,21 @@ def run(number, more, cases):
             max_epochs=2,
             num_sanity_val_steps=0,
         )
-        module, loader = case(), DataLoader(TensorDataset(SAMPLES, CLASSES), batch_size=8)
+        module, loader = case(), DataLoader(TensorDataset(SAMPLES, CLASSES), case.batch_size)
         trainer.fit(module, loader, loader)
         of_schedule = "_" + "_".join(map(str, more.values())) if more else ""
         path = FOLDER / f"{case.__name__}_{number}_{trainer.global_rank}{of_schedule}.json"
         path.write_text(json.dumps(module.seen))
 
 
+def refused():
+    try:
+        run(2, {}, [TrackedInStep])
+    except ConfigurationError as error:
+        (FOLDER / f"refused_{os.environ['RANK']}.json").write_text(json.dumps(str(error)))
+
+
+run_ranks(refused, 2)
 run_ranks(run, 1, 1, {}, CASES)
 run_ranks(run, 2, 2, {}, CASES)
 for settings in ({"schedule": "interleaved_1f1b"}, {"schedule": "gpipe", "loss_over": "batch"}):

@@ -1,4 +1,4 @@
-"""Two replicas of two stages that evaluate other numbers of batches; writes OUTPUT/rank_N.json."""
+"""Two replicas of two stages with other numbers of batches, and of samples in them; writes OUTPUT/rank_N.json."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 FOLDER = Path(sys.argv[1])
@@ -130,6 +131,58 @@ class OfFirstReplica(IterableDataset):
         return iter(X[:2] if replica() == 0 else [])
 
 
+SIZES = ((1, 4, 4, 4, 4, 4), (4, 4, 4, 1, 3, 4))
+"""Samples in batches of each replica, for four microbatches."""
+
+
+class Learning(Module):
+    """Logs a number that is 0: it is looked at again in later batches."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self(batch).mean()
+        self.log("zero", 0.0 * loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches_of(of_replica):
+    generator = torch.Generator().manual_seed(of_replica)
+    return [torch.randn(size, 6, generator=generator) for size in SIZES[of_replica]]
+
+
+def trained_in_one_piece():
+    """What the replicas' losses, averaged, make of the weights."""
+    module = Learning()
+    optimizer = module.configure_optimizers()
+    for batches in zip(batches_of(0), batches_of(1), strict=True):
+        optimizer.zero_grad()
+        (sum(module(batch).mean() for batch in batches) / 2).backward()
+        optimizer.step()
+    return module
+
+
+def trained(fully_shard):
+    if fully_shard and torch.__version__ < OLDEST_FSDP["cpu"]:
+        return []
+    module = Learning()
+    strategy = PfoPipelineStrategy(num_microbatches=4, data_parallel_size=2, fully_shard=fully_shard)
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=4, max_epochs=1, use_distributed_sampler=False, **QUIET
+    )
+    own = DataLoader(batches_of(replica()), batch_size=None)
+    trainer.fit(module, own)
+    expected = trained_in_one_piece()
+    found = strategy.gather_module()
+    pairs = [] if found is None else zip(found.parameters(), expected.parameters(), strict=True)
+    gaps = [(ours - one).abs().max() for ours, one in pairs]
+    parts = trainer.predict(module, own)
+    with torch.no_grad():
+        gaps += [(part - expected(batch)).abs().max() for part, batch in zip(parts, batches_of(replica()), strict=True)]
+    return [*map(float, gaps)]
+
+
 def none(name, fully_shard=False):
     """One replica has no batch."""
     if fully_shard and torch.__version__ < OLDEST_FSDP["cpu"]:
@@ -164,6 +217,7 @@ def main():
         "expected": all_losses.tolist(),
         "predict": predict(),
         "divided": divided(),
+        "trained": {str(fully_shard): trained(fully_shard) for fully_shard in (False, "zero3")},
         "none": {"predict": none("predict"), "test": none("test"), "divided": none("predict", fully_shard=True)},
         **{name: evaluate(name) for name in ("validate", "test", "fit", "two loaders")},
         "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},

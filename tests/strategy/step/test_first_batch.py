@@ -127,7 +127,7 @@ def test_labels_with_gaps_that_come_later_are_told_of_once_by_the_first_rank(ran
     first, second = (found["gaps later, samples"] for found in ranks)
     (said,) = first["said"]
     assert second["said"] == []
-    assert re.match(r"The loss of batch 2 is \d.*which is nan .*microbatch_weight='tokens'", said)
+    assert re.match(r"The loss of training batch 2 is \d.*which is nan .*microbatch_weight='tokens'", said)
     assert math.isnan(second["losses"][1])
     for found in ranks:
         assert found["gaps later, labels"]["said"] == []

@@ -60,7 +60,7 @@ def test_losses_of_two_kinds_have_their_own_weights(ranks):
 
 def test_a_loss_that_becomes_a_sum_is_told_with_its_first_batch(ranks):
     (said,) = (text for text in ranks[0]["changing"]["said"] if OTHER in text)
-    assert said.startswith("The loss of batch 5 is ")
+    assert said.startswith("The loss of training batch 5 is ")
     assert "so the loss is a sum" in said
 
 

@@ -22,7 +22,7 @@ HELD = (
     "CountsInAttribute",
     "OfEarlyLayer",
 )
-LOGGED = ("LoggedFromDict", "LoggedFromVariable", "LoggedForEpochs")
+LOGGED = ("LoggedFromDict", "LoggedFromVariable", "LoggedForEpochs", "InLongEpochs")
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +55,9 @@ def test_runs_of_earlier_stages_do_not_count(seen, case, rank, settings):
 
 def test_what_is_logged_for_epochs_only_is_not_warned_of(ran):
     assert "median" not in ran[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_adds_metrics_is_refused_by_name(seen, rank):
+    assert "so it adds no metrics; this one has added 'tracker." in seen[f"refused_{rank}"]
+    assert "Add it in a hook" in seen[f"refused_{rank}"]

@@ -1,4 +1,4 @@
-"""Replicas that evaluate other numbers of batches do not wait for each other, as under DDP."""
+"""Replicas with other numbers of batches, and of samples in them, do not wait for each other, as under DDP."""
 
 from pathlib import Path
 
@@ -44,6 +44,16 @@ def test_each_of_several_loaders_may_have_other_numbers_of_batches(ranks):
         assert seen["two loaders"]["seen"] == [[0, 1, 2, 0], [0, 0, 1, 2]][rank // 2]
         expected = {f"loss_epoch/dataloader_idx_{loader}": pytest.approx(loss, abs=1e-6) for loader in range(2)}
         assert seen["two loaders"]["losses"] == expected
+
+
+@pytest.mark.parametrize("fully_shard", ["False", "zero3"])
+def test_replicas_may_have_batches_of_other_numbers_of_microbatches(ranks, fully_shard):
+    if fully_shard != "False" and torch.__version__ < OLDEST_FSDP["cpu"]:
+        pytest.skip("this torch keeps replicas whole")
+    for seen in ranks:
+        gaps = seen["trained"][fully_shard]
+        assert len(gaps) >= 6
+        assert max(gaps) < 1e-5
 
 
 @pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")

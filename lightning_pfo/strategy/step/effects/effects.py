@@ -12,6 +12,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.flags import Changed, Flags
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.parallel.compat import children_of
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.merge import Changes
@@ -30,6 +31,12 @@ from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.rows import Rows
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_under_way
+
+_OF_METRICS = ("update", "compute", "reset")
+
+
+class AddedMetricError(ConfigurationError):
+    """A step has added a metric: it cannot be run in any way."""
 
 
 class Effects:
@@ -58,6 +65,8 @@ class Effects:
             self._opaque = OpaqueLook(self._attributes.opaque, is_first=earlier.number == 1)
         self.outlets = Outlets(owner)
         self.flags = Flags(owner)
+        self._containers = [*map(children_of, self.flags.modules)]
+        self._num_held = sum(map(len, self._containers))
         self._switched: Changed = ({}, {})
         self._switches = False
         self._changes: list[Changes] = []
@@ -92,6 +101,8 @@ class Effects:
 
     def end(self, calls: list[Call] | None, index: int, size: int) -> None:
         """A run is over; if it has run to the step's end, it has made these calls."""
+        if sum(map(len, self._containers)) > self._num_held:
+            self._refuse_metrics()
         with following(None):
             self._attributes.streams.leave(has_ended=calls is not None)  # what was written becomes one of the calls
         if self._opaque is not None:
@@ -108,6 +119,17 @@ class Effects:
             else:
                 self._changes.append(self._attributes.take_changes(size))
                 self._calls.append(calls)
+
+    def _refuse_metrics(self) -> None:
+        """Refuse metrics that a run of the step has added: each would have a microbatch's samples only."""
+        known = set(map(id, self.flags.modules))
+        for name, module in self._owner.named_modules():
+            if id(module) not in known and all(callable(getattr(module, each, None)) for each in _OF_METRICS):
+                raise AddedMetricError(
+                    f"A step runs for each microbatch of a batch, and on every rank of a pipeline, so it adds no "
+                    f"metrics; this one has added {name!r}. Add it in a hook, such as setup, on_train_epoch_start or "
+                    f"on_validation_epoch_start."
+                )
 
     def check_switched(self) -> None:
         """Check that no microbatch but the first has switched modules or parameters; else they are switched back.

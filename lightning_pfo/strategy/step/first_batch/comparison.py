@@ -106,15 +106,15 @@ class Comparison:
         is_telling = self._may_tell(source) and self._tells_of_labels(first)
         if is_late and self._is_again_due(source):
             self._tries[source] = 1
-        is_second = self._leaves_something and self._number_trained == _SECOND
-        is_due = is_second or (self._number_trained in _LATER and not self._tries[source])
-        if kind == "train" and self._looks_later and is_due:
-            self._check_later(first)
-        self._is_compared = bool(self._tries[source]) or is_telling
+        is_second = kind == "train" and self._number_trained == _SECOND
+        if is_second and self._leaves_something and self._looks_later and self._are_alike(first):
+            self._check_state(first)
+        is_due = bool(self._tries[source])
+        self._is_compared = is_due or is_telling
         if not self._is_compared:
             return
-        everywhere = self._divided or (kind == "train" and bool(self._tries[source]))
         self._tries[source] = max(self._tries[source] - 1, 0)
+        everywhere = self._divided or (kind == "train" and is_due and self._are_alike(first))
         self._compare_now(first, everywhere=everywhere, is_late=is_late)
         if is_telling:
             self._asked[source] = self._number_trained
@@ -122,13 +122,19 @@ class Comparison:
                 self._runner.rules.weigh_by(source, None)
 
     def _is_again_due(self, source: Source) -> bool:
-        """Whether numbers of a step may be others by now: there was nothing to tell by, or losses have changed."""
+        """Whether losses and numbers of a step may be others by now, or there was nothing to tell by."""
         number = self._number[source]
         if source[0] == "train":
-            return source in self._untold and number in _AGAIN
+            is_later = number in _LATER and self._looks_later and not self._runner.batching.joins_microbatches
+            return is_later or (source in self._untold and number in _AGAIN)
         ways = 0 if self._divided else min(len(self._runner.rules.ways), _NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
         return ways > before or number in _AGAIN
+
+    def _are_alike(self, of: StepOnBatch) -> bool:
+        """Whether replicas can run a batch together: all have as many microbatches, and several."""
+        numbers = set(self._engine.all_gather(len(of.parts), everywhere=True))
+        return len(numbers) == 1 and numbers != {1}
 
     def _may_tell(self, source: Source) -> bool:
         """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
@@ -178,6 +184,8 @@ class Comparison:
 
     def _compare_now(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
         if everywhere or first.kind != "train" or not self._runner.has_replicas:
+            if everywhere:
+                self._agree()
             self._compare_by(first, everywhere=everywhere, is_late=is_late)
             return
         # one replica alone does so: when all compare together, all have to agree on
@@ -186,6 +194,13 @@ class Comparison:
             self._compare_by(first, everywhere=False, is_late=is_late)
         finally:
             self._tries, self._untold, self._looks_later, self._leaves_something = agreed
+
+    def _agree(self) -> None:
+        """Replicas that compare together do so in the same way, whatever one has learnt that compared alone."""
+        mine = self._rehearsal.evaluates, not self._runner.differentiates, self._are_slopes_known
+        everyone = self._engine.all_gather(mine, everywhere=True)
+        self._rehearsal.evaluates, stays_without, self._are_slopes_known = map(all, zip(*everyone, strict=True))
+        self._runner.differentiates = not stays_without
 
     def _compare_by(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
         engine, kind, source = self._engine, first.kind, first.source
@@ -213,63 +228,50 @@ class Comparison:
             if engine.is_speaker and not (verdict.is_of_loss and is_loss_told):
                 _log.warning(verdict.text)
 
-    def _check_later(self, of: StepOnBatch) -> None:
-        """Compare a later training batch, and warn once of its loss: in the first, masks may have been all alike."""
+    def _check_state(self, of: StepOnBatch) -> None:
+        """Compare the loss of the second training batch, which finds what the first has left; warn if it is another."""
         engine = self._engine
-        numbers = engine.all_gather(len(of.parts), everywhere=True)
-        if self._runner.batching.joins_microbatches or len(set(numbers)) > 1 or numbers[0] == 1:
+        if self._runner.batching.joins_microbatches:
             return
+        self._agree()
         self._rehearsal.everywhere = True
         with self._rehearsal.aside():
-            said = self._compare_later(of)
-        found = sorted({each for of_rank in engine.all_gather(said, everywhere=True) for each in of_rank}, reverse=True)
-        self._looks_later = not any(each.is_of_loss for each in found)
-        if engine.is_speaker:
-            for each in found[:1] if found and found[0].is_of_loss else found:
-                _log.warning(each.text)
+            said = self._compare_state(of)
+        found = sorted({text for text in engine.all_gather(said, everywhere=True) if text})
+        self._looks_later = not found
+        if found and engine.is_speaker:
+            _log.warning(found[0])
 
-    def _compare_later(self, of: StepOnBatch) -> list[_Said]:
-        is_second = self._number_trained == _SECOND
-        weighed_by = self._runner.rules.labels(of.source)
-        with self._rehearsal.silent(is_second):
-            parts, pairs, is_equal = self._later_pairs(of)
-            if is_second and not is_equal and of.rows.divide():
+    def _compare_state(self, of: StepOnBatch) -> str:
+        """What to say of a loss that is another one than on one device; nothing if rows of the state make it equal."""
+        with self._rehearsal.silent(True):
+            is_known, pairs, is_equal = self._pairs_of_losses(of)
+            if not is_equal and of.rows.divide():
                 self._runner.programs.forget()
-                *_, is_equal = self._later_pairs(of)
+                *_, is_equal = self._pairs_of_losses(of)
                 if is_equal:
-                    return []
+                    return ""
                 of.rows.give_up()
                 self._runner.programs.forget()
-        if is_second and parts is None:
-            self._later_pairs(of)  # says why
+        if not is_known:
+            self._pairs_of_losses(of)  # says why
         tolerance = self._rehearsal.tolerance()
         losses = list(map(_losses_of, pairs))
-        if not is_equal:
-            if not (losses and differ(losses, tolerance)):
-                return []  # those of another replica
-            said = describe(losses, len(of.parts), tolerance, f"training batch {self._number_trained}")
-            return [_Said(False, True, f"{said} {_STATE}" if is_second else said)]
-        check = self._numbers.get(of.source)
-        if check is None or parts is None or is_second:
-            return []
-        if any(self._rehearsal.tell(len(pairs) == 1 and self._differ(check, pairs, tolerance))):
-            self._rehearsal.draw_again(of, parts, pairs, None)
-        unfit = _tried(lambda: check.find_rules([pairs], tolerance)) if pairs else None
-        texts = [describe_numbers(unfit)] if unfit else []
-        texts += self._changed(check, of, weighed_by) if pairs else []
-        return [_Said(False, False, text) for text in texts]
+        if is_equal or not (losses and differ(losses, tolerance)):
+            return ""  # another may be that of another replica
+        return f"{describe(losses, len(of.parts), tolerance, self._name_of(of))} {_STATE}"
 
     def _changed(self, check: NumberCheck, of: StepOnBatch, weighed_by: Labels | None) -> list[str]:
         """What to say of numbers that are put together otherwise than in earlier batches; nothing by new weights."""
         is_known = self._runner.rules.labels(of.source) == weighed_by  # what was alike before is so by both
         return [describe_changed(check.changed)] if check.changed and is_known else []
 
-    def _later_pairs(self, of: StepOnBatch) -> tuple[Microbatches | None, list[Pair], bool]:
-        """Which microbatches of a later batch were run, what they come to, on the last rank, and are losses equal."""
+    def _pairs_of_losses(self, of: StepOnBatch) -> tuple[bool, list[Pair], bool]:
+        """Whether a batch ran, what its microbatches come to, on the last rank, and whether losses are equal."""
         by_parts = self._rehearsal.run(of, of.parts, 0)
         run = self._rehearsal.in_one_piece(of, by_parts, self._rehearsal.most() if by_parts else 0)
         if run is None:
-            return None, [], False
+            return False, [], False
         parts, pairs, _ = run
         tolerance = self._rehearsal.tolerance()
         self._labels.choose(of, parts, pairs, partial(_are_other, tolerance=tolerance), number=self._number_trained)
@@ -281,7 +283,7 @@ class Comparison:
         if is_other:
             self._rehearsal.draw_again(of, parts, pairs, None)
             is_other = are_other()
-        return parts, pairs, not is_other
+        return True, pairs, not is_other
 
     def _compare(self, first: StepOnBatch, *, is_late: bool) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
@@ -311,8 +313,8 @@ class Comparison:
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
             distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
-            has_counted = self._has_run and is_training and self._runner.has_replicas
-            number = self._number_trained if has_counted else 0
+            is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _LATER
+            number = self._number_trained if is_training and is_again else 0
             others = self._labels.choose(first, parts, pairs, distance, number)
         losses = [_losses_of(pair) for pair in pairs] if is_training else []
         is_other = bool(losses) and differ(losses, tolerance)
@@ -346,7 +348,7 @@ class Comparison:
 
     def _name_of(self, of: StepOnBatch) -> str:
         number = self._number[of.source]
-        return "the first batch" if number == 1 else f"batch {number}"
+        return "the first batch" if number == 1 else f"training batch {number}"
 
     def _compare_slopes(self, first: StepOnBatch, parts: Microbatches, tolerance: float) -> list[_Said]:
         """What to say of the gradients of a batch whose loss is the mean of its microbatches'; once for all batches.

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
+from lightning_pfo.strategy.parallel.groups import as_bytes
 
 _KEPT = 64
 """So many forms of calls are remembered of each unit; a form takes a few hundred bytes."""
@@ -179,8 +180,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:
-    flat = tensor.detach().cpu().reshape(-1)
-    return hash(flat.view(torch.uint8).numpy().tobytes()) if tensor.numel() else 0
+    return hash(as_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes()) if tensor.numel() else 0
 
 
 def _described(outline: Outline) -> Hashable:
