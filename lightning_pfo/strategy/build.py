@@ -235,7 +235,7 @@ def build_pipeline(
         shared,
         patches,
         replica_group,
-        batching=replace(batching, shifted_labels=shifts_labels(model)),
+        batching=replace(batching, shifted_labels=shifts_labels(model), lengths=set()),
         check_loss=check_loss,
         divided=sharded is not None,
         compiled=compile,

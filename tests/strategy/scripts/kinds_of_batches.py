@@ -26,6 +26,8 @@ FOLDER = Path(sys.argv[1])
 WIDTH = 8
 LENGTHS = [(3, 3, 3, 3), (5, 5, 5, 5), (3, 3, 3, 3), (2, 2, 2, 2)]
 """How long the samples of each batch are."""
+FEWER = [(3, 3, 3, 3), (3, 3)]
+"""The last batch has as many samples as a size beside them has numbers."""
 VARYING = [(4, 1, 2, 2), (1, 4, 2, 2), (3, 2, 3, 1), (4, 1, 2, 2)]
 
 
@@ -66,6 +68,10 @@ def tables(rows):
 
 
 KINDS = {
+    "size beside": (
+        lambda rows: {"x": torch.stack(rows), "size": (4.0, 3.0)},
+        lambda found: found["x"] / found["size"][1],
+    ),
     "object in object": (lambda rows: Own(inner=Own(x=padded(rows))), lambda found: found.inner.x),
     "dict in object": (lambda rows: Own(store=[{"x": padded(rows)}]), lambda found: found.store[0]["x"]),
     "slots": (lambda rows: Own(inner=Slots(padded(rows))), lambda found: found.inner.x),
@@ -114,7 +120,7 @@ class Model(L.LightningModule):
 
 def batches(kind):
     noise = torch.Generator().manual_seed(1)
-    for lengths in VARYING + LENGTHS if kind in VARY else LENGTHS:
+    for lengths in FEWER if kind == "size beside" else VARYING + LENGTHS if kind in VARY else LENGTHS:
         rows = [torch.randn(length, WIDTH, generator=noise) for length in lengths]
         yield torch.zeros(len(rows)), KINDS[kind][0](rows)
 

