@@ -48,6 +48,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import AlikeWeights, copy_latest, share_changed_buffers
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
+from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
@@ -235,7 +236,7 @@ def build_pipeline(
         shared,
         patches,
         replica_group,
-        batching=replace(batching, shifted_labels=shifts_labels(model), lengths=set()),
+        batching=replace(batching, shifted_labels=shifts_labels(model), known=Known()),
         check_loss=check_loss,
         divided=sharded is not None,
         compiled=compile,

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule, loss_waits_for_all
 from lightning_pfo.core.wording import shortened
-from lightning_pfo.strategy.step.batches.reading import Lengths
+from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.side_by_side import SideBySide, side_by_side
 from lightning_pfo.strategy.step.batches.splitting import (
     Microbatches,
@@ -41,7 +41,7 @@ class Batching:
         shifted_labels: Whether the first label of each sequence has no part in the loss.
         has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
         expected: Says which sizes the loaders say that their batches have; see `reading`.
-        lengths: What is known of lists of earlier batches, see there; None: nothing is remembered.
+        known: What earlier batches tell of later ones, see there; None: nothing is remembered.
         integers: Gives what may be labels in the present batch, as it was on the host; None: nobody knows.
 
     Raises:
@@ -55,7 +55,7 @@ class Batching:
     shifted_labels: bool = False
     has_several_loaders: Callable[[], bool] = bool
     expected: Callable[[], Collection[int]] = tuple
-    lengths: Lengths | None = None
+    known: Known | None = None
     integers: Callable[[], Sequence[Any] | None] = _nobody_knows
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class Batching:
             batch_dim=self.batch_dim,
             split=self.split_batch,
             expected=self.expected(),
-            lengths=self.lengths,
+            known=self.known,
         )
 
     def _side_by_side(self, batch: Any) -> SideBySide | None:
@@ -135,7 +135,7 @@ class Batching:
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.first(sum(microbatches.sizes[:number]))
-        return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim, self.expected(), self.lengths)
+        return first_samples(batch, sum(microbatches.sizes[:number]), self.batch_dim, self.expected(), self.known)
 
     def weights(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much each microbatch counts."""

@@ -7,7 +7,8 @@ Nothing in it says which, so this is the rule:
    that is what `torch.utils.data.default_collate` makes.
 2. A list as long as the batch is a list of samples if it holds no tensors (texts, ids, numbers), or if its items are
    of one kind and their tensors are not all of the batch size (images, dicts of boxes and labels). A tuple that is the
-   batch itself is structure; so is a list without tensors that was as long in a batch of another size.
+   batch itself is structure. Earlier batches tell what may be either in this one: a list that was as long in a batch of
+   another size is structure, one that had tensors for each sample has them again.
 3. Where no tensor is outside of lists of samples, these say what the batch size is. Where both readings are possible,
    the one whose size the DataLoader is known to have is right; otherwise the first, and a warning says so if a mistake
    is likely. Where neither is possible, or nothing says which, the batch is refused.
@@ -15,7 +16,7 @@ Nothing in it says which, so this is the rule:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,18 +47,36 @@ class Reading:
     is_firm: bool = True
 
 
-Lengths = set[tuple[str, int | None]]
-"""Paths and lengths of lists in earlier batches that were longer or shorter than the batch."""
+@dataclass(frozen=True)
+class Known:
+    """What earlier batches tell of lists in later ones, which may be as long as their elements are by chance.
+
+    Attributes:
+        lengths: Paths and lengths of lists that were as long in batches of other sizes.
+        samples: Paths of lists that had a tensor, or several, for each sample.
+    """
+
+    lengths: set[tuple[str, int | None]] = field(default_factory=set)
+    samples: set[str] = field(default_factory=set)
+
+    def learn(self, reading: Reading) -> None:
+        """Note how a batch was understood."""
+        for node in reading.root.all():
+            if node.length is not None and node.may_be_samples:
+                if node.length != reading.size:
+                    self.lengths.add((node.path, node.length))
+                elif node.has_tensors and node.path in reading.lists:
+                    self.samples.add(node.path)
 
 
-def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), lengths: Lengths | None = None) -> Reading:
+def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: Known | None = None) -> Reading:
     """Find out how many samples a batch has, and where.
 
     Args:
         batch: The batch.
         batch_dim: The dimension along which tensors have samples.
         expected: Sizes that a DataLoader says its batches have; used where a batch can be understood in two ways.
-        lengths: What is known of lists of earlier batches, to which those of this one are added; None: nothing.
+        known: What earlier batches tell, to which this one is added; None: nothing.
 
     Raises:
         BatchError: If sizes contradict each other, or there is none.
@@ -67,15 +86,15 @@ def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), lengths
     root = node_of(batch, "batch", batch_dim)
     if not root.has_tensors:  # then an object of another class may be all there is
         root = node_of(batch, "batch", batch_dim, objects=True)
-    readings = [_read_as(root, size, expected, lengths or ()) for size in _candidates(root)]
+    readings = [_read_as(root, size, expected, known) for size in _candidates(root)]
     possible = [reading for reading in readings if reading is not None]
     if not any(reading.is_firm for reading in possible):
         raise BatchError(_refusal(root, batch_dim))
     reading = _choose(root, possible, expected)
     if reading.size < 1:
         raise BatchError(f"A batch has one sample at least; {_named(root, reading.size)} has none.")
-    if lengths is not None:
-        lengths.update((each.path, each.length) for each in _plain_lists(root) if each.length != reading.size)
+    if known is not None:
+        known.learn(reading)
     return reading
 
 
@@ -100,12 +119,12 @@ class _Found:
         undecided: Those whose parts and items look the same.
         columns_of_tensors: How many of the first have nothing but tensors.
         is_firm: Whether something says that it has so many.
-        lengths: Those of lists that were as long in batches of other sizes.
+        known: What earlier batches tell.
     """
 
     size: int
     is_firm: bool
-    lengths: Collection[tuple[str, int | None]] = ()
+    known: Known
     samples: list[Node] = field(default_factory=list)
     undecided: list[Node] = field(default_factory=list)
     columns_of_tensors: int = 0
@@ -115,12 +134,13 @@ class _Found:
         if node.size is not None:
             self.is_firm = True
             return node.size == self.size
-        is_list = node.length == self.size and node.may_be_samples and (node.path, node.length) not in self.lengths
-        if is_list and not _has_columns(node, self.size):
+        is_long = node.length == self.size and (node.path, node.length) not in self.known.lengths
+        if is_long and node.may_be_samples and not _has_columns(node, self.size):
             sizes = {leaf.size for leaf in node.sized()}
-            if not sizes or (is_alike(node) and sizes != {self.size}):
+            is_known = node.path in self.known.samples
+            if not sizes or (is_alike(node) and (is_known or sizes != {self.size})):
                 self.samples.append(node)
-                if sizes and _has_tensors_only(node):
+                if sizes and _has_tensors_only(node) and not is_known:
                     self.columns_of_tensors += 1
                 else:
                     self.is_firm = self.is_firm or is_alike(node)
@@ -130,11 +150,9 @@ class _Found:
         return all(map(self.fits, node.children))
 
 
-def _read_as(
-    root: Node, size: int, expected: Collection[int] = (), lengths: Collection[tuple[str, int | None]] = ()
-) -> Reading | None:
+def _read_as(root: Node, size: int, expected: Collection[int] = (), known: Known | None = None) -> Reading | None:
     """How a batch is understood if it has `size` samples; None if it cannot have so many."""
-    found = _Found(size, is_firm=size in expected, lengths=lengths)
+    found = _Found(size, is_firm=size in expected, known=known or Known())
     if not found.fits(root):
         return None
     lists = {node.path for node in found.samples}
@@ -142,7 +160,8 @@ def _read_as(
         return None
     if any(node.has_tensors for node in found.samples):
         # beside a list of images, dicts that happen to have as many boxes each as there are samples are samples too
-        lists.update(node.path for node in found.undecided if not _has_tensors_only(node))
+        # and so are images, of which columns would have been stacked
+        lists.update(each.path for each in found.undecided if not _has_tensors_only(each) or _look_like_images(each))
     elif size > 1:
         for node in found.undecided:
             if _has_tensors_only(node) and node.path.endswith("']"):  # a list of [inputs, labels] has no name
@@ -151,11 +170,6 @@ def _read_as(
                     f"taken for tensors of all samples, not for one of each."
                 )
     return Reading(root, size, frozenset(lists), found.is_firm or found.columns_of_tensors > 1)
-
-
-def _plain_lists(root: Node) -> Iterator[Node]:
-    """What may have an item for each sample, and has no tensor that would tell."""
-    return (node for node in root.all() if node.length is not None and node.may_be_samples and not node.has_tensors)
 
 
 def _has_tensors_only(node: Node) -> bool:

@@ -10,7 +10,7 @@ from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.model.tracing.forms.parts import found_in
 from lightning_pfo.strategy.step.batches.nodes import Node
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.batches.reading import Lengths, Reading, read, read_object
+from lightning_pfo.strategy.step.batches.reading import Known, Reading, read, read_object
 from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
@@ -69,7 +69,7 @@ def split_batch(
     batch_dim: int = 0,
     split: SplitBatch | None = None,
     expected: Collection[int] = (),
-    lengths: Lengths | None = None,
+    known: Known | None = None,
 ) -> Microbatches:
     """Split a batch into microbatches whose sizes differ by one at most, larger ones first.
 
@@ -84,7 +84,7 @@ def split_batch(
         batch_dim: The dimension along which tensors have samples; tensors of fewer dimensions have them along the last.
         split: The user's own way, in place of this one.
         expected: Sizes that a DataLoader says its batches have; see `reading`.
-        lengths: What is known of lists of earlier batches; see there.
+        known: What earlier batches tell; see there.
 
     Raises:
         BatchError: If the batch cannot be split: sizes contradict each other or there are none, or `split` fails.
@@ -95,7 +95,7 @@ def split_batch(
         return _split_by(split, batch, num_microbatches, batch_dim)
     if num_microbatches == 1:  # whatever it is
         return Microbatches((batch,), (size_or_one(batch, batch_dim, expected),))
-    reading = read(batch, batch_dim, expected, lengths)
+    reading = read(batch, batch_dim, expected, known)
     sizes = even_sizes(reading.size, num_microbatches)
     if len(sizes) == 1:
         return Microbatches((batch,), sizes)
@@ -111,10 +111,10 @@ def batch_size_of(batch: Any, batch_dim: int = 0, expected: Collection[int] = ()
 
 
 def first_samples(
-    batch: Any, number: int, batch_dim: int = 0, expected: Collection[int] = (), lengths: Lengths | None = None
+    batch: Any, number: int, batch_dim: int = 0, expected: Collection[int] = (), known: Known | None = None
 ) -> Any:
     """The first `number` samples of a batch, in the form in which `split_batch` gives them."""
-    reading = read(batch, batch_dim, expected, lengths)
+    reading = read(batch, batch_dim, expected, known)
     return _take(reading.root, reading, 0, number, batch_dim)
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
+from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.splitting import (
     Microbatches,
     batch_size_of,
@@ -434,12 +435,34 @@ def test_microbatches_are_a_sequence():
 
 def test_a_list_of_another_length_than_earlier_batches_is_none_of_samples_later():
     def batch(size):
-        return {"x": torch.zeros(size, 3), "height and width": (3.0, 4.0), "ids": [*range(size)]}
+        views = [torch.zeros(size, 3), torch.ones(size, 3), torch.ones(size, 3)]
+        return {"views": views, "height and width": (3.0, 4.0), "ids": [*range(size)]}
 
-    lengths = set()
-    assert split_batch(batch(8), 4, lengths=lengths)[0]["height and width"] == (3.0, 4.0)
-    first, second = split_batch(batch(2), 4, lengths=lengths)
+    known = Known()
+    assert split_batch(batch(8), 4, known=known)[0]["height and width"] == (3.0, 4.0)
+    first, second = split_batch(batch(2), 4, known=known)
     assert first["height and width"] == second["height and width"] == (3.0, 4.0)
     assert (first["ids"], second["ids"]) == ([0], [1])
-    assert first_samples(batch(2), 1, lengths=lengths)["height and width"] == (3.0, 4.0)
+    assert [len(view) for view in first["views"]] == [1, 1, 1]
+    assert first_samples(batch(2), 1, known=known)["height and width"] == (3.0, 4.0)
     assert split_batch(batch(2), 4)[0]["height and width"] == (3.0,)  # nothing is known then
+
+
+def test_a_list_of_samples_is_one_in_a_later_batch_of_as_many_as_they_have_rows():
+    def batch(size):
+        texts = [torch.arange(4 + 3 * row).reshape(-1, 1)[:4] for row in range(size)]  # each has 4 rows
+        return texts, ["no text"] * size
+
+    known = Known()
+    assert len(split_batch(batch(6), 2, known=known)[0][0]) == 3
+    texts, said = split_batch(batch(4), 2, known=known)[1]
+    assert [text.shape for text in texts] == [(4, 1), (4, 1)]
+    assert len(said) == 2
+
+
+def test_images_beside_boxes_are_samples_though_they_have_as_many_channels():
+    images = tuple(torch.zeros(3, height, 5) for height in (4, 6, 5))
+    boxes = tuple({"boxes": torch.zeros(number, 4)} for number in (1, 2, 0))
+    for index, (images_of, boxes_of) in enumerate(split_batch((images, boxes), 3)):
+        assert [image.shape for image in images_of] == [images[index].shape]
+        assert boxes_of[0]["boxes"].shape == boxes[index]["boxes"].shape
