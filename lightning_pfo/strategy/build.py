@@ -46,6 +46,7 @@ from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import AlikeWeights, copy_latest, share_changed_buffers
+from lightning_pfo.strategy.state.replica_buffers import ReplicaBuffers
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
 from lightning_pfo.strategy.step.batches.reading import Known
@@ -53,6 +54,7 @@ from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
 from lightning_pfo.strategy.step.effects.within import number_in_step, step_ends_here, within_step
+from lightning_pfo.strategy.step.gradients import do_nothing
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
@@ -224,9 +226,10 @@ def build_pipeline(
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
-    means = None
+    means, when_trained = None, do_nothing
     if replica_group is not None:
         means = ReplicaMeans(replica_group, groups.hosts(replica_group), precise=precise_gradients)
+        when_trained = ReplicaBuffers(model, replica_group, means.hosts).keep
     parameters = parameters_by_end(model, split.held, stages)
     runner = StepRunner(
         engine,
@@ -245,6 +248,7 @@ def build_pipeline(
         precise_gradients=precise_gradients,
         when_calling=partial(share_changed_buffers, model, shared, placement[-1]),
         when_training=AlikeWeights(model, shared).keep,
+        when_trained=when_trained,
     )
     forecast = MemoryForecast(
         engine,
