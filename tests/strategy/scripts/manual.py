@@ -378,7 +378,7 @@ class Critics(Gan):
             scheduler.step()
             self.log(f"lr of {scheduler.last_epoch % 3}", opt_d.param_groups[0]["lr"])
             self.log(f"step {_}", float(self.trainer.global_step))
-        self.log("loss", loss)
+        self.log("loss", loss.item())
         opt_g.zero_grad()
         self.manual_backward(-self.judge(self.net(batch[0])).mean())
         opt_g.step()

@@ -16,6 +16,7 @@ import torch
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.compat import METRICS, has_logged, hold_metrics, metrics_of
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
+from lightning_pfo.strategy.model.tracing.forms.varying import plain_number
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.variables import users_line
 
@@ -72,6 +73,8 @@ class _Shown(dict[str, Any]):
                 continue
             of_step = f"{name}_step" if arguments.get("on_epoch") else name
             if not isinstance(value, Tracked):  # that would be calls of the step, which are made where it logs only
+                if isinstance(value, (int, float)):
+                    value = plain_number(value)  # a trace need not follow what is only logged
                 value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
                 value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
             for key in {of_step} if self.of_loggers else {name, of_step}:

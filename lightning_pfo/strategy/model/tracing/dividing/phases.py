@@ -213,8 +213,7 @@ def _check(trace: Trace) -> None:
         raise ConfigurationError(
             f"A step that optimizes several times on a pipeline decides nothing by what layers compute, of which each "
             f"microbatch has its own; here it does so at {trace.decided_at} Decide by batch_idx, or by what "
-            f"on_train_batch_end has kept of the batch before (self.trainer.callback_metrics); or with "
-            f"num_microbatches=1 and one process."
+            f"on_train_batch_end has kept of the batch before (self.trainer.callback_metrics)."
         )
     if trace.has_sizes:
         raise ConfigurationError(
