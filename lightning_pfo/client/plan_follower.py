@@ -66,6 +66,7 @@ class PlanFollower:
                 self._ask(wait_s=min(left_s, 20.0))
             except ServerAwayError as error:
                 self._say_away(error)
+            if self.latest.version == 0:  # some servers, or proxies, wait for nothing
                 time.sleep(min(left_s, _SHORTEST_PAUSE_S))
         return self.latest.version > 0
 

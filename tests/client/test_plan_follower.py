@@ -76,6 +76,18 @@ def test_a_first_plan_is_waited_for_while_the_server_may_come(follow):
         follow(ServerRefusalError("gone")).wait_for_first(LONGEST_S)
 
 
+def test_a_server_that_has_no_plan_and_does_not_wait_is_asked_now_and_then(serve):
+    asked = []
+
+    def nothing(handler):
+        asked.append(handler.path)
+        handler.send_response(204)
+        handler.end_headers()
+
+    assert not PlanFollower(ServerLink(serve(nothing)), "job", 0).wait_for_first(1.0)
+    assert 1 <= len(asked) <= 6  # by pauses of 0.2 s
+
+
 def test_the_last_plan_stays_while_the_server_is_away_and_reports_are_kept(follow, monkeypatch):
     monkeypatch.setattr(plan_follower, "_LONGEST_HOLD_S", 0.01)
     follower = follow(plan(1))

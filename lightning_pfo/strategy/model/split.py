@@ -173,6 +173,29 @@ class Split:
             return error
         return ConfigurationError(f"{self.look} What comes after that is not known, so now it is refused: {error}")
 
+    def with_ties(self, error: Exception, root: nn.Module) -> Exception:
+        """What is raised where a step fails: the error, or that weights of several stages have been tied.
+
+        Args:
+            error: The error.
+            root: The user's module as it is now.
+        """
+
+        def held(name: str) -> frozenset[int] | None:
+            return self.held.get(self.tied.get(name, name))
+
+        if not isinstance(error, ConfigurationError):
+            return error
+        for name, first in tied_names(root).items():
+            is_known = held(name) is not None and held(first) is not None
+            if is_known and self.tied.get(name) != first and held(name) != held(first):
+                return ConfigurationError(
+                    f"A pipeline is divided by the weights that are tied when training begins; {name!r} has become "
+                    f"{first!r} since, and other stages use it. Tie them before: in __init__, configure_model or setup "
+                    f"(in a loop of your own, before the model is prepared)."
+                )
+        return error
+
     def programs_before_end(self, trace: Trace, whole: Trace) -> tuple[list[StageProgram], list[StageProgram]]:
         """What each stage does of a step whose end runs on the whole batch; see `end_of_samples`.
 

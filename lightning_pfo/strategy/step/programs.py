@@ -196,6 +196,10 @@ class Programs:
         self._followed.add(kind)
         return is_new
 
+    def explained(self, error: Exception) -> Exception:
+        """What is raised where a step fails: the error, or what a hook has done that is the reason; see `Split`."""
+        return self._split.with_ties(error, self._owner)
+
     def forget(self) -> None:
         """Trace all forms anew: the step finds something else."""
         self._known.clear()

@@ -220,6 +220,20 @@ class Tied(Base):
         self.log("validated", self.head(self.layers(batch)).square().mean())
 
 
+class TiedInHook(Tied):
+    """Ties its head in a hook, where other stages have the first layer; or to one beside it, which trains."""
+
+    def __init__(self, use):
+        super().__init__(use)
+        self.head = nn.Linear(8, 8)
+
+    def on_fit_start(self):
+        self.head.weight = self.layers[0 if self.use == "first" else 5].linear.weight
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.layers(batch)).square().mean()
+
+
 class Noisy(Tied):
     """Adds noise to gradients, of which each rank draws its own."""
 
@@ -453,6 +467,7 @@ def equal_to_one_device(devices):
     found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]
     found["is copied"] = train(Grows(), devices)
     found["copies weights"] = train(SetInHook("copy"), devices)
+    found["tied in a hook"] = train(TiedInHook("last"), devices)
     found["tied evaluation"] = train(Tied("evaluation"), devices)
     return found
 
@@ -462,7 +477,7 @@ def main():
     noisy = Noisy()
     train(noisy, 4)
     refused = {use: refusal(UsesLaterWeights(use), 4) for use in ("number", "loss")}
-    refused |= {"tied late": refusal(Tied("late"), 4)}
+    refused |= {"tied late": refusal(Tied("late"), 4), "tied in a hook": refusal(TiedInHook("first"), 4)}
     # which is told of
     make_trainer(4).validate(EvaluatesOtherwise(), DataLoader(X.repeat(7, 1), batch_size=4), verbose=False)
     train(Recurrent("flat"), 4)  # which is told of

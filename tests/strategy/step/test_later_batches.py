@@ -31,7 +31,13 @@ STATES = [
 
 @pytest.mark.parametrize(
     "case",
-    [*("switched back", "calls less", "predicted", "validated", "differentiates"), *EARLY, *LATE, *NUMBERS, *STATES],
+    [
+        *("switched back", "calls less", "predicted", "validated", "differentiates", "tied in a hook"),
+        *EARLY,
+        *LATE,
+        *NUMBERS,
+        *STATES,
+    ],
 )
 def test_they_are_equal_to_one_device(results, case):
     expected, ranks, _ = results
@@ -56,6 +62,15 @@ def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results):
             "has not called 'head', so that its 'layers.0.linear.weight' is only where other modules use it" in refused
         )
         assert ALIKE in refused
+
+
+def test_weights_that_a_hook_ties_over_stages_are_refused_by_name(results):
+    said = "'head.weight' has become 'layers.0.linear.weight' since"
+    assert said in results[2]  # also of the comparison before
+    for found in results[1]:
+        refused = found["refused"]["tied in a hook"]
+        assert said in refused
+        assert "Tie them before: in __init__, configure_model or setup" in refused
 
 
 def test_a_refusal_says_that_the_look_at_the_first_batch_lacked_what_hooks_set(results):

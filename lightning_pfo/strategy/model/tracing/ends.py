@@ -28,6 +28,11 @@ class DeviationError(ConfigurationError):
 
 
 _OTHERWISE = "The step runs otherwise than in the trace of a batch of the same form"
+_MASKS = "transformers/masking_utils.py"
+_PADDED = (
+    "Transformers' models drop a mask that leaves nothing out; with a padded token in each sample (attention_mask 0) "
+    "they keep it, as in the trace, where what layers return is zeros."
+)
 
 
 def is_deviation(error: BaseException) -> bool:
@@ -35,12 +40,18 @@ def is_deviation(error: BaseException) -> bool:
     return _OTHERWISE in str(error)
 
 
-def deviates() -> DeviationError:
-    """What is said of a step that does something else than in the trace."""
+def deviates(look: str = "") -> DeviationError:
+    """What is said of a step that does something else than in the trace.
+
+    Args:
+        look: The line before, if there is one, at which Python has read values of layers.
+    """
+    at_look = f"; it has last looked at some at {look}" if look else ""
+    of_library = f" {_PADDED}" if _MASKS in look else ""
     return DeviationError(
-        f"{_OTHERWISE}: what it calls depends on the values of "
-        f"tensors that other stages compute, or on something else that changes from batch to batch. At {users_line()} "
-        "Let only the batch decide, or compute all of it on the last stage (partition='custom:...')."
+        f"{_OTHERWISE}: what it calls depends on the values of tensors that stages compute, or on something else that "
+        f"changes from batch to batch{at_look}. It does something else at {users_line()} Let only the batch decide, or "
+        f"compute all of it on the last stage (partition='custom:...').{of_library}"
     )
 
 

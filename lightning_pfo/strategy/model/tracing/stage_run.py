@@ -230,7 +230,7 @@ class StageRun:
         program = self._program
         if program.stop is None and self.position >= self._free_from and self.lacks(unit):
             is_known = not program.failure or self.position < len(self._events)
-            raise deviates() if is_known else ended_early(unit.name, program.failure)
+            raise self._deviates() if is_known else ended_early(unit.name, program.failure)
         compute = unit.compute
         if program.compiled:
             compute = partial(_outside_of, self.uncompiled, compute)
@@ -267,10 +267,14 @@ class StageRun:
             ConfigurationError: If the phase does not end here in the trace.
         """
         if not self._program.is_phase:
-            raise OtherPathError(str(deviates()))
+            raise OtherPathError(str(self._deviates()))
         if self.position != self._program.stop:
-            raise deviates()
+            raise self._deviates()
         self._end()
+
+    def _deviates(self) -> DeviationError:
+        before = self._events[: self.position]
+        return deviates(next((event.line for event in reversed(before) if event.reads and not event.of_metric), ""))
 
     def _end(self) -> None:
         if not self._program.ends_early:
@@ -288,7 +292,7 @@ class StageRun:
         sent, lasting, program = [], self._lasting(), self._program
         for label in program.sent:
             if label not in self._kept:
-                raise deviates()
+                raise self._deviates()
             tensor, form = value_of(self._kept[label]), program.forms[label]
             if isinstance(tensor, DTensor):
                 raise ConfigurationError(
@@ -326,7 +330,7 @@ class StageRun:
     def _remember(self) -> None:
         for label in self._program.kept:
             if label not in self._kept:
-                raise deviates()
+                raise self._deviates()
             with following(None), DisableTorchFunctionSubclass():
                 self._memory[label] = value_of(self._kept[label]).detach()
 
@@ -350,7 +354,7 @@ class StageRun:
             if self._program.stop is None and position >= self._free_from:
                 return self._to_the_end(position, compute, args, kwargs)
         if position >= len(self._events) or self._events[position].what != what:
-            raise deviates()
+            raise self._deviates()
         event = self._events[position]
         if position < self._start or position in self._program.others:
             return self._leave_out(event, compute, args, kwargs)
@@ -396,7 +400,7 @@ class StageRun:
         leaves, structure = flattened(args, kwargs)
         ours = [leaf for leaf in leaves if type(leaf) is Tracked]
         if has_placeholder(leaves) and has_placeholder(whose_values_count(event.what, args, leaves)):
-            raise deviates()
+            raise self._deviates()
         if any(leaf.held is not None or leaf.is_absent for leaf in ours):
             args, kwargs = unflattened(
                 [value_of(leaf) if type(leaf) is Tracked else leaf for leaf in leaves], structure
@@ -411,7 +415,7 @@ class StageRun:
             result = with_all_left(result, (args, kwargs), event, self._left.take(event, before))
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
-            raise leaves_otherwise(event.units[0].name) if event.units else deviates()
+            raise leaves_otherwise(event.units[0].name) if event.units else self._deviates()
         numbers: list[Any] = []
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):
@@ -420,12 +424,12 @@ class StageRun:
                 elif event.what in _BY_ORDER:
                     found[index] = tracked(leaf)
                 else:
-                    raise deviates()
+                    raise self._deviates()
             elif isinstance(expected, New):
                 if leaf is None and event.what is torch.autograd.grad:
                     raise ConfigurationError(differentiates(users_line(), "it found no way between them"))
                 if not isinstance(leaf, torch.Tensor):
-                    raise deviates()
+                    raise self._deviates()
                 if event.what in _BY_ORDER and any(leaf is given for given in args):
                     with following(None), ordinary(ours):
                         leaf = leaf.clone()

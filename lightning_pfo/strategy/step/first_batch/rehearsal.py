@@ -247,7 +247,8 @@ class Rehearsal:
                         effects,
                     )
                 self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
-            except Exception as error:
+            except Exception as failed:
+                error = self._runner.programs.explained(failed)
                 problem = f"{type(error).__name__}: {error}"
             self.grown = self._runner.layers.growth_since(before)
             everyone = self._engine.all_gather((problem, dtypes), everywhere=self.everywhere)

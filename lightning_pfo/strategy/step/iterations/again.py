@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
@@ -31,8 +32,20 @@ def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs:
         programs: Traces it.
         joins: Whether what microbatches come to is joined before the loss.
     """
-    with sizes_told(of, owner, programs, joins=joins):
+    with _explained(programs), sizes_told(of, owner, programs, joins=joins):
         return _by_rows(of, run, owner, programs)
+
+
+@contextmanager
+def _explained(programs: Programs) -> Iterator[None]:
+    """Where a step runs: if it fails because of what a hook has done, that is said."""
+    try:
+        yield
+    except Exception as error:
+        explained = programs.explained(error)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def _by_rows(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: Programs) -> T:
