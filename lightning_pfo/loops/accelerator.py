@@ -75,7 +75,8 @@ def adapt(accelerator: Any, pipeline: PipelinedModel, replaced: Replaced) -> Non
 def _count_replicas(accelerator: Any, pipeline: PipelinedModel) -> None:
     """Let `num_processes` be the number of replicas, as the ranks of a pipeline read the same batches."""
     ordinary = type(accelerator)
-    of_pipeline = type(ordinary.__name__, (ordinary,), {})  # a property is the class's
+    # a property is the class's
+    of_pipeline = type(ordinary.__name__, (ordinary,), {"__reduce_ex__": _refuse_copies})
 
     def give_back() -> None:
         if type(accelerator) is of_pipeline:
@@ -86,6 +87,14 @@ def _count_replicas(accelerator: Any, pipeline: PipelinedModel) -> None:
     number = pipeline.num_replicas
     pipeline.patches.set(of_pipeline, "num_processes", property(lambda self: number))
     pipeline.patches.set(of_pipeline, "is_last_process", property(lambda self: self.state.is_last_process))
+
+
+def _refuse_copies(accelerator: Any, protocol: Any) -> Any:
+    raise ConfigurationError(
+        "An accelerator with a pipeline is one with its processes, and is neither pickled nor copied, nor part of "
+        "what is. Give what needs one the accelerator itself, or make it there: Accelerator() has the same state "
+        "in each process. accelerator.save_state(folder), on every rank, writes what training goes on from."
+    )
 
 
 class _AcceleratorOfPipeline:
