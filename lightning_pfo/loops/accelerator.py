@@ -25,7 +25,7 @@ from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 
-_STATE_FILE = "lightning_pfo.json"
+_STATE_FILE = "lightning_pfo{}.json"
 _METHODS = (
     "backward",
     "clip_grad_norm_",
@@ -75,7 +75,8 @@ def adapt(accelerator: Any, pipeline: PipelinedModel, replaced: Replaced) -> Non
 def _count_replicas(accelerator: Any, pipeline: PipelinedModel) -> None:
     """Let `num_processes` be the number of replicas, as the ranks of a pipeline read the same batches."""
     ordinary = type(accelerator)
-    of_pipeline = type(ordinary.__name__, (ordinary,), {})  # a property is the class's
+    # a property is the class's
+    of_pipeline = type(ordinary.__name__, (ordinary,), {"__reduce_ex__": _refuse_copies})
 
     def give_back() -> None:
         if type(accelerator) is of_pipeline:
@@ -86,6 +87,14 @@ def _count_replicas(accelerator: Any, pipeline: PipelinedModel) -> None:
     number = pipeline.num_replicas
     pipeline.patches.set(of_pipeline, "num_processes", property(lambda self: number))
     pipeline.patches.set(of_pipeline, "is_last_process", property(lambda self: self.state.is_last_process))
+
+
+def _refuse_copies(accelerator: Any, protocol: Any) -> Any:
+    raise ConfigurationError(
+        "An accelerator with a pipeline is one with its processes, and is neither pickled nor copied, nor part of "
+        "what is. Give what needs one the accelerator itself, or make it there: Accelerator() has the same state "
+        "in each process. accelerator.save_state(folder), on every rank, writes what training goes on from."
+    )
 
 
 class _AcceleratorOfPipeline:
@@ -248,12 +257,18 @@ class _AcceleratorOfPipeline:
     def save_progress(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         if self._accelerator.is_main_process:
             progress = {"iteration": self._pipeline.iteration}
-            write_text_atomically(Path(folder) / _STATE_FILE, json.dumps(progress))
+            write_text_atomically(self._progress_file(models, folder), json.dumps(progress))
 
     def load_progress(self, models: list[nn.Module], folder: str) -> None:
-        path = Path(folder) / _STATE_FILE
+        path = self._progress_file(models, folder)
         if path.exists():  # a checkpoint of a plain loop has none
             self._pipeline.iteration = int(json.loads(path.read_text())["iteration"])
+
+    def _progress_file(self, models: list[nn.Module], folder: str) -> Path:
+        """Of further pipelines with a number, as Accelerate names files of further models."""
+        pipelines = [model for model in models if isinstance(model, PipelinedModel)]
+        number = next(number for number, pipeline in enumerate(pipelines) if pipeline is self._pipeline)
+        return Path(folder) / _STATE_FILE.format(f"_{number}" if number else "")
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's: it lets go of the model too."""

@@ -14,12 +14,13 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.core.wording import listed
+from lightning_pfo.core.wording import listed, shortened
 from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.first_batch.ahead import read_ahead
 from lightning_pfo.strategy.step.microbatches import (
@@ -118,6 +119,31 @@ class ModelCall:
     def of_evaluation(self, batch: Batch) -> int:
         """The number of microbatches of a batch that is only run forward."""
         return evaluation_microbatches(self.batching.evaluation_size_of(batch), self.num_microbatches, self.num_ranks)
+
+
+def check_example(example: Any) -> None:
+    """Check that an example may be a batch, before anything is made of it.
+
+    Raises:
+        ConfigurationError: If nothing in it may have samples.
+    """
+    if isinstance(example, Mapping):
+        arguments = list(example.values())
+    else:
+        arguments = list(example) if isinstance(example, (tuple, list)) else [example]
+    if example is None or any(map(_may_have_samples, arguments)):
+        return
+    raise ConfigurationError(
+        f"example_batch is a batch as the call of the model takes it: a tuple of its arguments, example_batch=(x, y), "
+        f"or a dict of named ones; one of them has samples, as a tensor or a list. Got {shortened(example)}."
+    )
+
+
+def _may_have_samples(argument: Any) -> bool:
+    if isinstance(argument, (str, bytes)):
+        return False
+    has_items = hasattr(type(argument), "__getitem__") and hasattr(type(argument), "__len__")
+    return has_items or any(has_samples(leaf) for _, leaf in leaves_of(argument))
 
 
 def first_batch(loader: Any, model: nn.Module, device: torch.device) -> Any:

@@ -20,7 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
-from lightning_pfo.loops.call import ModelCall
+from lightning_pfo.loops.call import ModelCall, check_example
 from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.noticing import check_at_first_step, refuse_grad, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
@@ -144,6 +144,8 @@ class PipelinedModel(ModelState):
             raise ConfigurationError(
                 f"num_microbatches is a whole number, at least 1, or None; got {num_microbatches!r}."
             )
+        if split_batch is None:
+            check_example(example_batch)
         meet_for_another()
         self.patches = Patches()
         self.device = device if device is not None else _default_device()

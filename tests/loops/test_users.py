@@ -29,6 +29,7 @@ def seen(tmp_path_factory):
 @pytest.mark.parametrize(
     "loop",
     [
+        "two_of_one_accelerator",
         "loaders_prepared_before",
         "gathered_for_metrics",
         "evaluated_in_inference_mode",

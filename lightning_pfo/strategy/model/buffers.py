@@ -186,7 +186,8 @@ def writes_otherwise(name: str) -> str:
     return (
         f"The step writes into the parameter self.{name} something else for each microbatch, of which the last one "
         f"stays; on one device it writes once for the batch. Keep in the step what it is made from (self.rows = "
-        f"rows.detach(), which is that of the whole batch on every rank), and write in on_train_batch_end."
+        f"rows.detach(), which is that of the whole batch on every rank), and write after the step (in "
+        f"on_train_batch_end)."
     )
 
 

@@ -34,7 +34,10 @@ from lightning_pfo.strategy.model.variables import is_of_library, packages_of
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 
-_ALIKE = "Use it in the same way in training_step from the first batch on, if only times 0 in the loss."
+_ALIKE = (
+    "Use it in the same way in training from the first batch on (in a loop of your own in that of example_batch=), if "
+    "only times 0 in the loss."
+)
 
 
 @dataclass(frozen=True)

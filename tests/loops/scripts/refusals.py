@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import pickle
 import sys
 from pathlib import Path
 
@@ -126,6 +127,27 @@ def fraction_of_replicas():
     PipelinedModel(Net(), loss_fn, data_parallel_size=1.0)
 
 
+def text_for_example():
+    prepare_pipeline(Accelerator(cpu=True), Net(), loss_fn=loss_fn, example_batch="x")
+
+
+def numbers_for_example():
+    PipelinedModel(Net(), loss_fn, example_batch={"x": 3, "y": None})
+
+
+def pickled_accelerator():
+    accelerator = Accelerator(cpu=True)
+    prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers")
+    pickle.dumps({"accelerator": accelerator})
+
+
+def copied_accelerator():
+    accelerator = Accelerator(cpu=True)
+    prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers")
+    assert copy.deepcopy(accelerator) is accelerator  # as Accelerate says
+    copy.copy(accelerator)
+
+
 def model_saved_whole():
     torch.save(trained()[0], io.BytesIO())
 
@@ -182,6 +204,7 @@ def gradients_of_something_else():
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
 CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
 CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
+CASES += (text_for_example, numbers_for_example, pickled_accelerator, copied_accelerator)
 CASES += (backward_for_some, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 

@@ -434,7 +434,39 @@ def state_of(accelerator, model):
     return {name: value.cpu() for name, value in broadcast_object_list([state])[0].items()}
 
 
+def train_both(load=None, save=None):
+    """Two models of one accelerator, of which the second has two steps for each batch."""
+    accelerator, models, optimizers = make_accelerator(), [], []
+    for make in (make_net, NetWithLoss):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer, _ = prepare(accelerator, model, optimizer, example_batch=train_loader()[0])
+        models.append(model)
+        optimizers.append(optimizer)
+    if load:
+        accelerator.load_state(load)
+    found = [model.iteration for model in models] if is_pipeline() else [2, 4] if load else [0, 0]
+    for batch in train_loader()[:2]:
+        for number in (0, 1, 1):
+            loss = models[number](**batch)["loss"]
+            accelerator.backward(loss)
+            found.append(float(accelerator.clip_grad_norm_(models[number].parameters(), 0.5)))
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+            found.append(loss.item())
+    if save:
+        accelerator.save_state(save)
+    return found
+
+
+def two_of_one_accelerator():
+    """They go on from a checkpoint."""
+    folder = FOLDER / f"two_{'pipelines' if is_pipeline() else 'models'}"
+    return {"begun": train_both(save=folder), "gone on": train_both(load=folder)}
+
+
 LOOPS = (
+    two_of_one_accelerator,
     whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,

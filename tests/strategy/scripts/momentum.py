@@ -194,6 +194,22 @@ class Prunes(InAHook):
                 prune.l1_unstructured(self.student[0][0], "weight", amount=0.3)
 
 
+class PrunesMasked(InAHook):
+    """Prunes weights that have a mask before."""
+
+    def __init__(self):
+        super().__init__()
+        for part in self.student:
+            prune.identity(part[0], "weight")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        is_divided = self.trainer.world_size > 1
+        with self.trainer.strategy.whole_parameters(self.student) if is_divided else nullcontext():
+            for part in self.student:
+                prune.l1_unstructured(part[0], "weight", 0.1, importance_scores=part[0].weight_orig)
+
+
 class Pruned(Assigns):
     """Has been pruned, and makes it permanent, with the run still on."""
 
@@ -237,6 +253,7 @@ CASES = {
     "copied": (Copies, {}),
     "all of mine": (AllOfMine, {}),
     "pruned": (Pruned, {}),
+    "prunes masked": (PrunesMasked, {}),
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
     "AtTheEnd": (AtTheEnd, {}),

@@ -54,6 +54,17 @@ class AtTheBegin(Plain):
         return self.layers(torch.cat([first, *others])).square().mean()
 
 
+class SharedByAll(Plain):
+    """Its batches have a tensor that all samples share, of as many rows as there are samples."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0], torch.linspace(0.1, 2.0, 8)]
+
+    def training_step(self, batch, batch_idx):
+        matrix = batch[1].view(4, 2)
+        return (self.layers(batch[0]) @ matrix).square().mean()
+
+
 class InTheMiddle(Plain):
     def training_step(self, batch, batch_idx):
         output = self.layers[1](self.layers[0](batch[0])) + torch.zeros(8, 1)
@@ -129,6 +140,7 @@ CASES = (
     AtTheEnd,
     RightBehindTheLayers,
     AtTheBegin,
+    SharedByAll,
     InTheMiddle,
     InALayer,
     InManualOptimization,
@@ -166,6 +178,11 @@ def main():
         (FOLDER / "one_device.json").write_text(json.dumps(found))
         return
     found = {case.__name__: fit(case, PfoPipelineStrategy(num_microbatches=4), 2) for case in CASES}
+    options = {
+        "num_microbatches": 4,
+        "split_batch": lambda batch, number: [[x, batch[1]] for x in batch[0].chunk(number)],
+    }
+    found["SharedByAll, split"] = fit(SharedByAll, PfoPipelineStrategy(**options), 2)
     for case in CASES:
         for options in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_over": "batch"}):
             name = f"{case.__name__}, {options.get('loss_over', 'one')}"

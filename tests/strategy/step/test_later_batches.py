@@ -10,7 +10,10 @@ from tests.launch import of_ranks, run_script
 
 pytestmark = pytest.mark.slow
 
-ALIKE = "Use it in the same way in training_step from the first batch on, if only times 0 in the loss."
+ALIKE = (
+    "Use it in the same way in training from the first batch on (in a loop of your own in that of example_batch=), if "
+    "only times 0 in the loss."
+)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ CASES = (
         "copied",
         "all of mine",
         "pruned",
+        "prunes masked",
         "constrains",
         "constrains, several stages",
     ),
@@ -73,7 +74,10 @@ def test_a_hook_that_needs_values_of_other_ranks_is_refused_with_its_line(traine
 
 def test_other_parameters_are_refused_there_on_all_ranks(trained):
     for rank in ("2_0", "2_1"):
-        assert "some were registered or deleted, as torch.nn.utils.prune does" in trained[rank]["refused"]["Prunes"]
+        refused = trained[rank]["refused"]["Prunes"]
+        assert "some were registered or deleted, as torch.nn.utils.prune does" in refused
+        assert "prune.identity(layer, 'weight') in __init__" in refused  # that is "prunes masked"
+        assert "with importance_scores=layer.weight_orig" in refused
 
 
 def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(trained):

@@ -11,10 +11,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
+from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH, deviates
@@ -51,8 +53,12 @@ _PROTOCOL_OF_FILES = 2
 _ELSEWHERE = (
     "{place} needs values of layers that other ranks hold, which are not here: in hooks each rank has the layers of "
     "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank (in a plain loop "
-    "model.whole_parameters(module)), which has all of them; or do it in training_step. For an average of weights "
+    "model.whole_parameters(module)), which has all of them; or do it in the step. For an average of weights "
     "there is Lightning's WeightAveraging."
+)
+_OF_PRUNING = (
+    " torch.nn.utils.prune works there on weights that have a mask: give them one by prune.identity(layer, 'weight') "
+    "in __init__ or configure_model, and prune there with importance_scores=layer.weight_orig."
 )
 _NEW = (
     "{place} makes a new parameter of one that other ranks hold (a parametrization, say). A model keeps the parameters "
@@ -60,8 +66,9 @@ _NEW = (
 )
 _IN_STEP = (
     f"A step reads values of a parameter or buffer that other ranks hold, {BY_FIRST_BATCH}. At "
-    "{place} Use it in the same way in training_step from the first batch on, if only times 0 in the loss. Of a "
-    "dataset without an index (IterableDataset) that cannot be copied (pickled), no batch is looked at before training."
+    "{place} Use it in the same way in training from the first batch on (in a loop of your own in that of "
+    "example_batch=), if only times 0 in the loss. Of a dataset without an index (IterableDataset) "
+    "that cannot be copied (pickled), no batch is looked at before training."
 )
 _text = WHOLE
 _has_warned = False
@@ -235,7 +242,8 @@ def _goes_home(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _explained() -> str:
-    return _text.format(place=place_of(inspect.currentframe()))
+    prunes = _text is _ELSEWHERE and any(frame.f_code.co_filename == prune.__file__ for frame, _ in walk_stack(None))
+    return _text.format(place=place_of(inspect.currentframe())) + (_OF_PRUNING if prunes else "")
 
 
 def check_values(value: Any) -> None:

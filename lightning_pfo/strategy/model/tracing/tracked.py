@@ -385,8 +385,9 @@ class _Followed:
         """The copy of a unit (a teacher, an average of weights) is one too, where the unit is."""
         if current_run() is not None:
             raise ConfigurationError(
-                f"A step makes a copy of {self._unit.name!r}, which each stage would have for itself. Copy it in a "
-                f"hook such as on_train_start or on_train_batch_start; a step can call the copy, and so can hooks."
+                f"A step makes a copy of {self._unit.name!r}, which each stage would have for itself. Copy it "
+                f"before the step (in on_train_start or on_train_batch_start); a step can call the copy, and so "
+                f"can hooks."
             )
         copied = copy.deepcopy(self._unit.module, memo)
         forward = copy.deepcopy(self._forward, memo)

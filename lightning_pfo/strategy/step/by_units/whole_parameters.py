@@ -77,8 +77,9 @@ def whole_parameters(
     if have_changed:
         raise ConfigurationError(
             "While a module is split it keeps the parameters and buffers that it has; within whole_parameters() some "
-            "were registered or deleted, as torch.nn.utils.prune does. Prune in __init__ or configure_model, or write "
-            "zeros into the weights; or prune the checkpoint on one device."
+            "were registered or deleted, as torch.nn.utils.prune does where a weight has no mask yet. Give those that "
+            "are to be pruned one before, by prune.identity(layer, 'weight') in __init__ or configure_model, and prune "
+            "here with importance_scores=layer.weight_orig."
         )
 
 

@@ -206,8 +206,8 @@ class Attributes:
                 if len(found) < len(changes) or not _is_same(values):
                     warn_once(
                         f"A step sets {named(path)} by what it has, which the microbatches of a batch do not agree on. "
-                        f"The last of them that sets it counts. Decide in on_train_batch_end(outputs, ...): it is "
-                        f"given what the whole batch has."
+                        f"The last of them that sets it counts. Decide after the step, by what it returns (in "
+                        f"on_train_batch_end(outputs, ...)): that is of the whole batch."
                     )
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]

@@ -168,7 +168,7 @@ class LayerWatch:
             warn_once(
                 f"A layer changes its parameter self.{name} in its forward, by what it sees: a microbatch, and on one "
                 f"device the whole batch, as layers do that take their first values from the first batch (ActNorm). "
-                f"Let them see a whole batch before: call the model in on_train_start, on all ranks "
+                f"Let them see a whole batch before: call the model before training (in on_train_start), on all ranks "
                 f"(self.model(x), in training mode), where it runs in one piece. With num_microbatches=1 and "
                 f"schedule='gpipe' all is that of one device."
             )

@@ -130,8 +130,8 @@ class Merge:
             warn_once(
                 f"What a step leaves in {place.split('[')[0]} cannot be put together from that of microbatches: each "
                 f"makes a text, or None, of its own values or sizes, and that of the last one stays. Keep the numbers "
-                f"or tensors that it is made of, which are those of the batch, and make it in a hook such as "
-                f"on_train_batch_end."
+                f"or tensors that it is made of, which are those of the batch, and make it after the step "
+                f"(in on_train_batch_end)."
             )
         return values[-1]
 

@@ -239,7 +239,7 @@ def describe(unfit: dict[str, str]) -> str:
         f"{_PUT_TOGETHER} On one of the first batches these are others than on one device, and neither their mean nor "
         f"their sum, largest, least, first or last is what one device has: {_named(unfit)}. Log a metric object with "
         f"on_step=False and on_epoch=True; or keep and return what they are computed from (tensors with a "
-        f"row for each sample are joined), and compute them in a hook such as on_train_batch_end; or use "
+        f"row for each sample are joined), and compute them after the step (in on_train_batch_end); or use "
         f"loss_over='batch' with schedule='gpipe'. check_loss=False leaves the comparison out."
     )
 

@@ -63,7 +63,9 @@ def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Program
         sizes = f"a microbatch of {of.parts.sizes[index]} of {counted(of.parts.size, 'sample')}"
         why = (
             f"This one counts on the size of the batch: on {sizes} it fails with {failure} Let it take sizes from what "
-            f"it is given (len(x)), or use"
+            f"it is given (len(x)). What samples share, and has as many rows by chance (weights of {of.parts.size} "
+            f"classes), is divided too if it is in the batch: keep it elsewhere, or divide batches by split_batch=. Or "
+            f"use"
         )
         if _failure_in(whole):
             pointer, (part, whole) = _begun_anew(owner, traces)

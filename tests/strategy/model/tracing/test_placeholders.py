@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.untouched import untouched
@@ -44,6 +45,15 @@ def resting(request, monkeypatch):
         explain_missing_values(torch.device("cpu") if request.param == "a pipeline" else None)
     yield
     placeholders._follow(before)
+
+
+@pytest.mark.parametrize("resting", ["a pipeline"], indirect=True)
+def test_pruning_in_a_hook_is_refused_with_what_it_takes(resting):
+    layer = nn.Linear(3, 3)
+    prune.identity(layer, "weight")
+    mark_placeholders(layer.to("meta"))
+    with pytest.raises(ConfigurationError, match=r"whole_parameters.*prune\.identity\(.*importance_scores=layer"):
+        prune.l1_unstructured(layer, "weight", 0.3)
 
 
 def test_while_a_step_runs_placeholders_tell_the_device_of_the_rank(absent):

@@ -14,6 +14,7 @@ LINES = {
     "AtTheEnd": "] = output.detach()",
     "RightBehindTheLayers": "] = batch[0]",
     "AtTheBegin": "first, *others = torch.chunk(batch[0], len(batch[0]) // 4)",
+    "SharedByAll": "matrix = batch[1].view(4, 2)",
     "InTheMiddle": "+ torch.zeros(8, 1)",
     "InALayer": "x.view(8, -1))",
     "InManualOptimization": "first, *others = torch.chunk(batch[0], len(batch[0]) // 4)",
@@ -47,6 +48,13 @@ def test_a_step_that_counts_on_the_size_of_the_batch_is_told_of_with_ways_out_th
     for rank in found[1:]:
         assert is_told(rank[case], case) == (case == "AtTheEnd")
     is_as_on_one_device(found, case, f"{case}, one")
+
+
+def test_what_all_samples_share_is_told_of_with_a_way_out_that_holds(found):
+    for rank in found[1:]:
+        assert "(weights of 8 classes), is divided too if it is in the batch" in rank["SharedByAll"][1]
+        assert "divide batches by split_batch=" in rank["SharedByAll"][1]
+    is_as_on_one_device(found, "SharedByAll", "SharedByAll, split")
 
 
 @pytest.mark.parametrize("case", LINES)

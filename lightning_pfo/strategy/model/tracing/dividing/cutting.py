@@ -141,8 +141,9 @@ def _of_weights(trace: Trace) -> Iterator[tuple[int, float, str]]:
         yield from _of_one_stage(
             positions,
             f"{unit.name!r} writes into its weights when it is called, as an embedding with max_norm does, and a "
-            f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights in "
-            f"a hook (on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has all calls.",
+            f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights "
+            f"before the step (in on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has "
+            f"all calls.",
         )
 
 

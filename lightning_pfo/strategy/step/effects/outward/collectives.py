@@ -114,7 +114,7 @@ def collectives_in_steps(
         raise ConfigurationError(
             f"torch.distributed.{name} in a step: the rank of the last stage alone runs a step to its end, and others "
             f"would not come. {users_line()} Use self.all_gather, or all_reduce and all_gather of torch.distributed, "
-            f"which go over the replicas there; or do it in a hook such as on_train_batch_end."
+            f"which go over the replicas there; or do it after the step (in on_train_batch_end)."
         )
 
     def rank(ordinary: Callable[..., Any]) -> Any:

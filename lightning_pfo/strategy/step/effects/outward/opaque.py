@@ -55,9 +55,9 @@ class OpaqueLook:
                 warn_once(
                     f"A step changes {named(path)}, of {kind.__module__}.{kind.__qualname__}, which only its library "
                     f"knows how to copy. So each microbatch changes it, on each rank of the pipeline that comes to "
-                    f"that line, and so do the runs that compare the first batches with one device. Change it in a "
-                    f"hook such as on_train_batch_end, by what the step returns; or keep numbers, lists and tensors "
-                    f"in attributes, where they are those of one device."
+                    f"that line, and so do the runs that compare the first batches with one device. Change it "
+                    f"after the step (in on_train_batch_end), by what the step returns; or keep numbers, lists and "
+                    f"tensors in attributes, where they are those of one device."
                 )
 
     def _now(self) -> dict[Path, Any]:

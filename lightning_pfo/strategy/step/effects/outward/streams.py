@@ -156,7 +156,7 @@ class _Again:
         raise ConfigurationError(
             f"A step calls {named(self.path)}.{name}(...). It runs for each microbatch and on each stage, and each run "
             f"would move the {type(self._stream).__name__} on, which nobody can put back. Take from it by next(...) "
-            f"(lines of a file by readline()), or call {name} in a hook such as on_train_batch_start."
+            f"(lines of a file by readline()), or call {name} before the step (in on_train_batch_start)."
         )
 
 
