@@ -105,13 +105,13 @@ def test_objects_of_libraries_that_a_step_changes_are_named_once(said):
 @pytest.mark.parametrize(("case", "what"), [("Sends", r"self\.echo\.send"), ("Reads", r"self\.files\[0\]\.read")])
 def test_what_moves_an_iterator_by_more_than_an_item_is_refused(said, case, what):
     for rank in ("1_0", "2_0", "2_1"):
-        assert re.search(rf"error: .*A step calls {what}\(\.\.\.\).*in a hook", said[rank][case][-1], re.DOTALL)
+        assert re.search(rf"error: .*A step calls {what}\(\.\.\.\).*before the step", said[rank][case][-1], re.DOTALL)
 
 
 def test_a_text_that_one_device_says_otherwise_is_named_once(said):
     for rank in ("1_0", "2_1"):
         (text,) = said[rank]["Prints"]
-        assert re.search(r"A step says '3 samples' by print\..*in a hook", text)
+        assert re.search(r"A step says '3 samples' by print\..*after the step", text)
 
 
 def test_files_that_a_step_opens_to_write_are_named_once(said):
