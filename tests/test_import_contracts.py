@@ -138,7 +138,9 @@ MAY_KNOW = {
     "strategy.step.effects": {
         *("core", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects.outward"),
     },
-    "strategy.step.metrics": {"strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.effects"},
+    "strategy.step.metrics": {
+        *("strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects"),
+    },
     "strategy.step.iterations": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
         *("strategy.step.effects", "strategy.step.gradients", "strategy.step.outcome", "strategy.step.programs"),

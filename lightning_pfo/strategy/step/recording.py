@@ -24,6 +24,7 @@ from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
 from lightning_pfo.strategy.step.metrics.compat import batch_value
 from lightning_pfo.strategy.step.metrics.states import MetricPlace, is_metric, place_of
+from lightning_pfo.strategy.step.metrics.totals import Totals
 
 
 class Logged(NamedTuple):
@@ -119,8 +120,8 @@ class LogRecorder:
             f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
         )
 
-    def logged(self, rules: Rules | None = None) -> list[Logged]:
-        """The calls for the batch, with values over its microbatches."""
+    def logged(self, rules: Rules | None = None, totals: Totals | None = None) -> list[Logged]:
+        """The calls for the batch, with values over its microbatches; `totals` knows the counts that the step keeps."""
         known = rules or Rules()
         return [
             Logged(
@@ -128,7 +129,7 @@ class LogRecorder:
                 self.metrics.get(key[0]),
                 key[0] not in self.without_value,
                 self._arguments_of(key, known),
-                self._reduce(key, values, known),
+                self._reduce(key, values, known, totals),
             )
             for key, values in self.values.items()
         ]
@@ -179,8 +180,14 @@ class LogRecorder:
         of_batch = by_rule[0] if by_rule is not None else said[0] if is_constant else sum(said)
         return self.arguments[key] | {"batch_size": of_batch}
 
-    def _reduce(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> torch.Tensor:
+    def _reduce(
+        self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules, totals: Totals | None
+    ) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
+        if totals is not None and key[0] not in self.metrics:
+            total = totals(place_of_log(*key), dict(values), rules)
+            if total is not None:
+                return torch.as_tensor(total, dtype=torch.float64).reshape(())
         name = _reduction_in(self.arguments[key])
         found = [value for _, value in values]
         asks = all(map(_is_count, found)) and any(found)

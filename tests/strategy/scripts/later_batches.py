@@ -147,6 +147,31 @@ class Numbers(Base):
         self.found += [self.count, float(self.trainer.callback_metrics.get("largest", 0))]
 
 
+class Counts(Base):
+    """Logs counts that it keeps, before and after it counts on; beside them a constant that one is equal to once."""
+
+    def __init__(self):
+        super().__init__("counts")
+        self.seen = self.positive = self.batches = 0
+        self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        self.log("seen before", float(self.seen))
+        self.seen += len(batch)
+        self.batches += 1
+        self.numbers += batch.numel()
+        self.positive += int((x[:, 0] > 0.5).sum())
+        self.log_dict({"seen": float(self.seen), "batches": float(self.batches), "numbers": self.numbers.float()})
+        self.log_dict({"positive": float(self.positive), "constant": 4.0, "size": float(len(batch))})
+        self.log("all seen", self.seen, reduce_fx="max")
+        return x.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.found += [float(value) for value in self.trainer.callback_metrics.values()]
+
+
 class AlikeAtFirst(Base):
     """Logs the largest of what all samples of the first batches have alike; hooks see that of the latest batches."""
 
@@ -455,6 +480,7 @@ def equal_to_one_device(devices):
         found[f"late {use}"] = train(UsesWeights(use), devices)
     found |= {f"{use} numbers": train(Numbers(use), devices) for use in ("rare", "zero")}
     found["alike numbers"] = train(AlikeAtFirst(), devices)
+    found["counts"] = train(Counts(), devices)
     found["differentiates"] = train(Differentiates(), devices)
     found["couples later"] = train(CouplesLater(), devices)
     for use in ("cells", "in the second dimension"):

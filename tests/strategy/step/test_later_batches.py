@@ -25,7 +25,7 @@ def results(tmp_path_factory):
 
 EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
-NUMBERS = ["rare numbers", "zero numbers", "alike numbers"]
+NUMBERS = ["rare numbers", "zero numbers", "alike numbers", "counts"]
 STATES = [
     *("is copied", "curriculum", "cells", "cells, prepared", "in the second dimension"),
     *("in the second dimension, prepared", "memory", "rows of one"),

@@ -74,6 +74,9 @@ class Rules:
 
     A rule is for values of the form that it was learnt of, see `_form`: what a step returned as rows may be a list in
     another batch. For a size that was not seen yet one looks again; if that tells nothing, the rule of others holds.
+
+    Attributes:
+        candidates: Which counts of the step what is logged at a place was so far in each batch; see `totals`.
     """
 
     def __init__(self) -> None:
@@ -84,6 +87,7 @@ class Rules:
         self._look: Callable[[], object] | None = None
         self._tries: dict[tuple[str, Form], int] = {}
         self._looks = 0
+        self.candidates: dict[str, frozenset[Any]] = {}
 
     @contextmanager
     def comparing(self, look: Callable[[], object] | None) -> Iterator[None]:

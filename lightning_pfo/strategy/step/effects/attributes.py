@@ -181,7 +181,7 @@ class Attributes:
             if kind == "appended":  # a deque may not have room for all
                 found[place] = value[-(getattr(self._containers[path[:-1]][0], "maxlen", None) or len(value)) :]
             elif kind != "gone":
-                found |= growth_of(place, value, self._value_at(path))
+                found |= growth_of(place, value, self.value_at(path))
         return found
 
     def merged(
@@ -193,7 +193,7 @@ class Attributes:
     ) -> Changes:
         """What one batch would have changed, from what its microbatches have."""
         merge = Merge(sizes, weights, rules)
-        merge.find_sums(changes, self._value_at)
+        merge.find_sums(changes, self.value_at)
         merged: Changes = {}
         for path in dict.fromkeys(path for each in changes for path in each):
             there = [index for index, each in enumerate(changes) if path in each]
@@ -212,7 +212,7 @@ class Attributes:
             elif len(kinds) > 1 or kinds == {"gone"}:
                 merged[path] = found[-1]
             else:
-                before = self._value_at(path)
+                before = self.value_at(path)
                 if len(there) < len(changes) and before is not None and merge.compares(named(path), values[0]):
                     values = [each[path][1] if path in each else before for each in changes]
                 if len(changes) > 1 and _is_too_long(path, before, values[0], sizes[there[0]]):
@@ -285,7 +285,8 @@ class Attributes:
             else:
                 _refill(container, value)
 
-    def _value_at(self, path: Path) -> Any:
+    def value_at(self, path: Path) -> Any:
+        """What was somewhere at the begin of the batch."""
         if path in self._tensors:
             tensor = self._tensors[path]
             return tensor.array if tensor.before is None else tensor.before

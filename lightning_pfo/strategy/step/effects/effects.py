@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.flags import Changed, Flags
-from lightning_pfo.strategy.model.reach.places import NO_MODULES
+from lightning_pfo.strategy.model.reach.places import NO_MODULES, Path
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.parallel.compat import children_of
 from lightning_pfo.strategy.step.batches.rules import Rules
@@ -69,7 +69,7 @@ class Effects:
         self._num_held = sum(map(len, self._containers))
         self._switched: Changed = ({}, {})
         self._switches = False
-        self._changes: list[Changes] = []
+        self.changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self.dear: Changes = {}
         self._here: list[Call] = []
@@ -117,7 +117,7 @@ class Effects:
             if calls is None:
                 self._attributes.take_back()
             else:
-                self._changes.append(self._attributes.take_changes(size))
+                self.changes.append(self._attributes.take_changes(size))
                 self._calls.append(calls)
 
     def _refuse_metrics(self) -> None:
@@ -154,15 +154,19 @@ class Effects:
 
     def repeat(self, number: int) -> None:
         """Let so many microbatches have left what the latest has."""
-        self._changes, self._calls = self._changes[-1:] * number, self._calls[-1:] * number
+        self.changes, self._calls = self.changes[-1:] * number, self._calls[-1:] * number
 
     def discard(self) -> None:
         """Leave nothing behind."""
         self._attributes.discard()
 
+    def value_at(self, path: Path) -> Any:
+        """What was somewhere at the begin of the batch."""
+        return self._attributes.value_at(path)
+
     def growth(self, index: int) -> dict[str, Any]:
         """What a microbatch has changed, to be compared with a trace of it; see `rules`."""
-        return self.growth_in(self._changes[index])
+        return self.growth_in(self.changes[index])
 
     def growth_in(self, changes: Changes) -> dict[str, Any]:
         """The same of other changes."""
@@ -183,7 +187,7 @@ class Effects:
             rules: What is known of values at the same place.
             is_sent: Whether others get it; then changes that are dear stay here, and what metrics are told.
         """
-        changes = self._attributes.merged(self._changes, sizes, weights, rules)
+        changes = self._attributes.merged(self.changes, sizes, weights, rules)
         calls = merged_calls(self._calls, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
         if is_sent:
