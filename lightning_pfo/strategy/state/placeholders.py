@@ -24,8 +24,8 @@ from lightning_pfo.strategy.parallel.compat import tensors_of
 from lightning_pfo.strategy.parallel.dtensor import is_written_from_nowhere, lacks_values
 
 _REFUSAL = (
-    "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved or moved. Call "
-    "one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
+    "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved, moved or "
+    "compared. Call one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
     "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict(). To "
     "move values from one module to another, enter `with trainer.strategy.whole_parameters(one, other):` on every rank."
 )

@@ -392,9 +392,13 @@ class StepRunner:
             exchange = ValueExchange(engine.device, engine.group, self._hosts, engine.last_rank)
             self._exchanges[kind] = exchange
         apart = outcome.pop("output", None) if outputs in ("first", "last") else None
-        shared: dict[str, Any] = exchange.share(outcome, error)
+        shared: dict[str, Any] = {}
+        try:
+            shared = exchange.share(outcome, error)
+        finally:
+            is_news = self._any_replica(shared.get("news", False))
         stages.layers.end(engine.all_gather)
-        if shared["news"]:
+        if is_news:
             before = stages.rules.labels(of.source)
             self._first_looks.look_at_news(of)
             # replicas would have to do so together
@@ -409,6 +413,12 @@ class StepRunner:
         check_skipped(skipped, shared["skipped"])
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
         return shared, results
+
+    def _any_replica(self, is_news: bool) -> bool:
+        """Whether something is to be looked at; where replicas compute each layer together, any of them says so."""
+        if not self._divided or self._means is None:
+            return is_news
+        return bool(spread(torch.tensor([int(is_news)]), torch.maximum, self._means.hosts))
 
     def _leave_behind(self, outcome: dict[str, Any], batch: Any, *, train: bool) -> None:
         """Put into the batch what the step has put there, and log what was logged, on every rank."""

@@ -183,6 +183,32 @@ def trained(fully_shard):
     return [*map(float, gaps)]
 
 
+class Late(Module):
+    """Logs from the second batch on what is no mean, on the second replica."""
+
+    def training_step(self, batch, batch_idx):
+        found = self(batch)
+        if batch_idx > 0 and dist.get_rank() == 1:  # in a step replicas are the processes
+            self.log("largest", found.max())
+        return found.mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx > 0 and replica() == 1:
+            with torch.no_grad():
+                self.seen.append([float(self.trainer.callback_metrics["largest"]), float(Module()(batch).max())])
+
+
+def late(fully_shard):
+    """What the second replica has logged, and what one device has."""
+    if fully_shard and torch.__version__ < OLDEST_FSDP["cpu"]:
+        return []
+    strategy = PfoPipelineStrategy(num_microbatches=3, data_parallel_size=2, fully_shard=fully_shard)
+    module = Late()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(torch.cat([X, X[:5]]), batch_size=3))
+    return module.seen
+
+
 def none(name, fully_shard=False):
     """One replica has no batch."""
     if fully_shard and torch.__version__ < OLDEST_FSDP["cpu"]:
@@ -218,6 +244,7 @@ def main():
         "predict": predict(),
         "divided": divided(),
         "trained": {str(fully_shard): trained(fully_shard) for fully_shard in (False, "zero3")},
+        "late": {str(fully_shard): late(fully_shard) for fully_shard in (False, "zero3")},
         "none": {"predict": none("predict"), "test": none("test"), "divided": none("predict", fully_shard=True)},
         **{name: evaluate(name) for name in ("validate", "test", "fit", "two loaders")},
         "ended": {f"{name} {rank} {at}": end(name, rank, at) for name in ("test", "predict") for rank, at in ENDED},

@@ -56,6 +56,14 @@ def test_replicas_may_have_batches_of_other_numbers_of_microbatches(ranks, fully
         assert max(gaps) < 1e-5
 
 
+@pytest.mark.parametrize("fully_shard", ["False", "zero3"])
+def test_what_one_replica_logs_from_a_later_batch_on_is_looked_at(ranks, fully_shard):
+    if fully_shard != "False" and torch.__version__ < OLDEST_FSDP["cpu"]:
+        pytest.skip("this torch keeps replicas whole")
+    for found, expected in [pair for seen in ranks[2:] for pair in seen["late"][fully_shard]]:
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
 def test_replicas_that_compute_layers_together_are_told_to_have_equal_numbers(ranks):
     assert all("so all evaluate the same number of batches" in seen["divided"] for seen in ranks)

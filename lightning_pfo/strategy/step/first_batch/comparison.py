@@ -169,16 +169,16 @@ class Comparison:
         is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
         # ways of random layers are many, and must not keep others from being looked at
         kind = of.source, new == {outcome["way"]}
-        if self._is_compared or self._divided or is_one or not self._news[kind]:
+        if self._is_compared or is_one or not self._news[kind]:
             return False
         self._news[kind] -= 1
         return True
 
     def check_news(self, of: StepOnBatch) -> None:
-        """Compare a batch that was run already; a collective call of the pipeline, of each replica by itself."""
+        """Compare a batch that was run already; a collective call of the pipeline, or where layers are divided of all."""
         self._has_run = True
         try:
-            self._compare_now(of, everywhere=False, is_late=True)
+            self._compare_now(of, everywhere=self._divided, is_late=True)
         finally:
             self._has_run = False
 
@@ -227,6 +227,7 @@ class Comparison:
             self._looks_later = self._looks_later and not (verdict.is_of_loss and kind == "train")
             if engine.is_speaker and not (verdict.is_of_loss and is_loss_told):
                 _log.warning(verdict.text)
+            is_loss_told = is_loss_told or verdict.is_of_loss  # of several replicas one will do
 
     def _check_state(self, of: StepOnBatch) -> None:
         """Compare the loss of the second training batch, which finds what the first has left; warn if it is another."""

@@ -56,7 +56,7 @@ def refuse_nan(
             f"Look at the loss: a mean over no elements (a microbatch whose labels are all -100: use fewer "
             f"microbatches), log(0), 0 / 0, or an overflow in 16 bits. Trainer(detect_anomaly=True), or "
             f"torch.autograd.set_detect_anomaly(True), names the operation; if "
-            f"num_microbatches=1 gives a number, the loss does not suit microbatches."
+            f"num_microbatches=1 and schedule='gpipe' give a number, the loss does not suit microbatches."
         )
     if engine.is_speaker:
         why = (
