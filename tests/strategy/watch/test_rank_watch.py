@@ -201,6 +201,7 @@ def test_who_joins_late_is_told_what_others_were_told_before(tmp_path, leaves):
 
 SAVE_TOGETHER = """
 third.connect(address)
+until(lambda: len(hub._connections) == 2)
 for watch in (hub, other, third):
     watch.begin()
 other.failed(ValueError("a bug"))

@@ -263,6 +263,7 @@ def _look_like_images(node: Node) -> bool:
 
 # ---- wording ----
 
+_UNDIVIDED = "With num_microbatches=1 and schedule='gpipe' nothing is divided."
 _OWN_WAY = (
     "Say how batches are divided: split_batch=function, which takes a batch and a number of microbatches and returns "
     "them as a list."
@@ -285,13 +286,13 @@ def _refusal(root: Node, batch_dim: int) -> str:
     if not by_size:
         return (
             "A batch holds a tensor or array with samples, or a list with an item for each sample; got no tensor, "
-            f"array or list in a {type(root.value).__name__}. {_OWN_WAY} With num_microbatches=1 and schedule='gpipe' nothing is divided."
+            f"array or list in a {type(root.value).__name__}. {_OWN_WAY} {_UNDIVIDED}"
         )
     found = listed([f"{path} has {size}" for size, path in by_size.items()])
     return (
         f"A batch is split along {dimension} of its tensors and arrays, which must be the same for all, got {found}. "
         f"{_other_dimension(root, batch_dim)}What has no samples may be 0-dimensional, a number, or an attribute of "
-        f"the module. {_OWN_WAY} With num_microbatches=1 and schedule='gpipe' nothing is divided."
+        f"the module. {_OWN_WAY} {_UNDIVIDED}"
     )
 
 

@@ -175,7 +175,7 @@ class Comparison:
         return True
 
     def check_news(self, of: StepOnBatch) -> None:
-        """Compare a batch that was run already; a collective call of the pipeline, or where layers are divided of all."""
+        """Compare a batch that was run already; a collective call of the pipeline, with divided layers of all."""
         self._has_run = True
         try:
             self._compare_now(of, everywhere=self._divided, is_late=True)
