@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from lightning_pfo.strategy.model.variables import is_library, packages_of, user
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.outward import collectives
+from lightning_pfo.strategy.step.effects.within import step_ends_here
 from lightning_pfo.strategy.trainer.callbacks.weight_averaging import check_averages
 from lightning_pfo.strategy.trainer.precision import check_precision
 
@@ -166,3 +168,23 @@ def tell_of_counts(module: pl.LightningModule, num_replicas: int, patches: Patch
         return number
 
     patches.set(dist, "get_world_size", get_world_size)
+
+
+def tell_of_state(patches: Patches) -> None:
+    """Name the user's line that looks in a step at an optimizer's state: a rank has that of its own parameters.
+
+    Args:
+        patches: Undoes it.
+    """
+    ordinary = LightningOptimizer.__getattr__
+
+    def read(optimizer: LightningOptimizer, name: str) -> Any:
+        if name == "state" and step_ends_here():
+            warn_once(
+                f"{users_line()} looks at the state of an optimizer, and each rank has that of its own parameters: "
+                f"here that of the last stage. Look at it in a hook, such as on_before_zero_grad, where each rank has "
+                f"its part; trainer.save_checkpoint(path) puts all of it together."
+            )
+        return ordinary(optimizer, name)
+
+    patches.set(LightningOptimizer, "__getattr__", read)

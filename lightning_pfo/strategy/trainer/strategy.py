@@ -49,6 +49,7 @@ from lightning_pfo.strategy.trainer.checks import (
     refuse_missing_values,
     set_example_aside,
     tell_of_counts,
+    tell_of_state,
 )
 from lightning_pfo.strategy.trainer.compat import (
     Restoring,
@@ -289,12 +290,10 @@ class PfoPipelineStrategy(StepStrategy):
         super().setup_environment()
         self._restore = Restoring(self._module().trainer)
         self._patches.close()
-        if (
-            self.world_size > self.mesh.num_replicas
-            and self._module().trainer.state.fn == TrainerFn.FITTING
-            and self.global_rank == 0
-        ):
-            tell_of_counts(self._module(), self.mesh.num_replicas, self._patches)
+        if self.world_size > self.mesh.num_replicas and self._module().trainer.state.fn == TrainerFn.FITTING:
+            tell_of_state(self._patches)
+            if self.global_rank == 0:
+                tell_of_counts(self._module(), self.mesh.num_replicas, self._patches)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
 

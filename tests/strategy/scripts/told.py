@@ -347,6 +347,16 @@ class Counts(Plain):
         self.shares = [None] * dist.get_world_size()
 
 
+class LooksAtState(Plain):
+    """Logs in the step what an optimizer has gathered, and its rate, which all have."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.log("rate", optimizer.param_groups[0]["lr"])
+        self.log("gathered", float(len(optimizer.state)))
+        return super().training_step(batch, batch_idx)
+
+
 CASES = (
     Keeps,
     Codebook,
@@ -369,6 +379,7 @@ CASES = (
     OfLibraries,
     Opens,
     Counts,
+    LooksAtState,
 )
 
 

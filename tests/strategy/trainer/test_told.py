@@ -45,6 +45,12 @@ def test_lines_that_read_the_number_of_processes_are_named_once(said):
     ]
 
 
+def test_a_line_that_looks_at_an_optimizers_state_in_the_step_is_named_once(said):
+    (text,) = said["2_1"]["LooksAtState"]
+    assert re.search(r"told\.py:\d+: .*optimizer\.state.* looks at the state of an optimizer", text)
+    assert said["1_0"]["LooksAtState"] == said["2_0"]["LooksAtState"] == []
+
+
 def test_a_layer_that_changes_a_buffer_for_each_microbatch_is_named_once(said):
     assert [len(found["Iterates"]) for found in said.values()] == [1, 1, 0]  # on the ranks that have it
     assert re.search(r"buffer self\.layers\.0\.0.*each of 2 microbatches", said["2_0"]["Iterates"][0])
