@@ -75,6 +75,7 @@ class CheckpointStrategy(MeshStrategy):
     _patches: Patches
     _saving: Future[None] | None = None
     _to_be_removed: tuple[str | Path, ...] = ()
+    _own_state: dict[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -174,7 +175,8 @@ class CheckpointStrategy(MeshStrategy):
         self.meet("saving a checkpoint")
         self.finish_saving()
         filepath = self.broadcast(filepath)  # names may hold the time, which differs
-        checkpoint[_OWN_STATE] = {"seed": self._seed, "random_state": random_state.portable_state()}
+        own_state = {"seed": self._seed, "random_state": random_state.portable_state()}
+        checkpoint = {**checkpoint, _OWN_STATE: own_state}  # hooks that have kept the other find in it what they had
         self._make_hyperparameters_whole(checkpoint)
         if not self._save_distributed_checkpoint:
             gather_averages(self._module().trainer, checkpoint, self.gather_module_state)
@@ -280,9 +282,12 @@ class CheckpointStrategy(MeshStrategy):
         path = self.broadcast(checkpoint_path)
         if sharded_checkpoint.is_sharded(Path(path)):
             trusted = WEIGHTS_ONLY if weights_only is None else weights_only
-            return sharded_checkpoint.load(Path(path), self._module(), self.optimizers, weights_only=trusted)
-        options = {} if weights_only is None else {"weights_only": weights_only}
-        return self.checkpoint_io.load_checkpoint(path, **options)
+            checkpoint = sharded_checkpoint.load(Path(path), self._module(), self.optimizers, weights_only=trusted)
+        else:
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            checkpoint = self.checkpoint_io.load_checkpoint(path, **options)
+        self._own_state = checkpoint.pop(_OWN_STATE, None)  # hooks are given what Lightning gives them
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -294,10 +299,9 @@ class CheckpointStrategy(MeshStrategy):
             if state:
                 whole.load_optimizer_state(optimizer, state)
         self._move_optimizers()
-        own_state = checkpoint.get(_OWN_STATE)
-        if own_state is not None:  # a single device's checkpoint has none
-            random_state.set_portable_state(own_state["random_state"])
-            self._reseed(own_state["seed"])
+        if self._own_state is not None:  # a single device's checkpoint has none
+            random_state.set_portable_state(self._own_state["random_state"])
+            self._reseed(self._own_state["seed"])
 
     def _move_optimizers(self) -> None:
         """Bring the states of optimizers to the device, but those of parameters that are not there."""

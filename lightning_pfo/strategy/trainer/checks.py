@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
@@ -18,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.wording import counted
+from lightning_pfo.core.wording import counted, shortened
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.model.tracing.placeholders import check_values
@@ -188,3 +189,26 @@ def tell_of_state(patches: Patches) -> None:
         return ordinary(optimizer, name)
 
     patches.set(LightningOptimizer, "__getattr__", read)
+
+
+class InvalidOutputError(ConfigurationError, MisconfigurationException):
+    """A training step has returned what holds no loss: Lightning's error too."""
+
+
+def with_checked_output(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step of automatic optimization that raises an `InvalidOutputError` where Lightning would."""
+
+    def run(*args: Any) -> Any:
+        result = step(*args)
+        if result is None or isinstance(result, torch.Tensor) or (isinstance(result, Mapping) and "loss" in result):
+            return result
+        raise InvalidOutputError(
+            "In automatic optimization, when `training_step` returns a dict, the 'loss' key needs to be present; got "
+            f"the keys {list(result)}. Return the loss under 'loss', as a tensor of one element."
+            if isinstance(result, Mapping)
+            else "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step "
+            f"will be skipped); got {shortened(result)}, a {type(result).__name__}. Return the loss as a tensor of one "
+            f"element that depends on the model's output."
+        )
+
+    return run

@@ -45,6 +45,7 @@ from lightning_pfo.strategy.step.microbatches import (
 from lightning_pfo.strategy.step.runner import Outputs
 from lightning_pfo.strategy.trainer.callbacks.listening import gradients_are_stale, outputs_are_wanted, silence_writers
 from lightning_pfo.strategy.trainer.checkpointing import CheckpointStrategy
+from lightning_pfo.strategy.trainer.checks import with_checked_output
 from lightning_pfo.strategy.trainer.compat import (
     SKIPPED,
     before_transfer,
@@ -342,7 +343,10 @@ class StepStrategy(CheckpointStrategy):
         )
 
     def _step(self, name: str) -> Callable[..., Any]:
-        return for_first_rank(fetching(getattr(self._module(), name)), lambda: self.global_rank)
+        step = getattr(self._module(), name)
+        if name == "training_step" and self._module().automatic_optimization:
+            step = with_checked_output(step)
+        return for_first_rank(fetching(step), lambda: self.global_rank)
 
     def _training_seed(self) -> tuple[int, ...]:
         trainer = self._module().trainer
