@@ -21,6 +21,7 @@ import lightning as L
 import lightning.pytorch.loops.utilities as lightning_loops
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
@@ -517,6 +518,28 @@ def errors(where):
     return found
 
 
+class Returns(Skips):
+    """What holds no loss."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def training_step(self, batch, batch_idx):
+        self.loss(batch[0])
+        return self.value
+
+
+def returns_no_loss(where):
+    found = []
+    for value in (5.0, {"a": 5}):
+        try:
+            fit(where, partial(Returns, value))
+        except MisconfigurationException as error:
+            found.append(str(error))
+    return found
+
+
 def saves_watched(where):
     """What a user has put in the place of `torch.save` is called for checkpoints, and for nothing else."""
     saved, original = [], torch.save
@@ -545,7 +568,11 @@ class Restored(Module):
         self.loads += 1
         return super().load_state_dict(*args, **kwargs)
 
+    def on_load_checkpoint(self, checkpoint):
+        self.given = sorted(checkpoint)
+
     def on_save_checkpoint(self, checkpoint):
+        self.kept = checkpoint
         checkpoint["state_dict"] = {f"old_{key}": value for key, value in checkpoint["state_dict"].items()}
 
     def on_fit_start(self):
@@ -578,7 +605,7 @@ def restores(where):
     trained = sum(p.detach().sum().item() for p in module.parameters() if not p.is_meta)
     again = fit(where, Restored, callbacks=[Counts()], ckpt_path=path, max_epochs=2)
     assert abs(again.hooks[0][0] - trained) < 1e-6, (again.hooks[0], trained)
-    seen += [again.hooks[0][1:], again.loads, len(again.hooks)]
+    seen += [again.hooks[0][1:], again.loads, len(again.hooks), sorted(module.kept), again.given]
     without = fit(where, partial(Restored, optimizer=False), save=path)
     again = fit(where, partial(Restored, optimizer=False), ckpt_path=path, max_epochs=2)
     return [*seen, len(without.hooks), len(again.hooks), again.loads]
@@ -1061,7 +1088,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 def one(where):
     parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, saves_nowhere, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, given_hooks, throughput)
+    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, returns_no_loss, given_hooks, throughput)
     parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
     parts = (*parts, predicts_forward, saves_in_steps)
     parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))

@@ -177,6 +177,19 @@ def test_an_error_before_the_model_is_raised_and_saved_by_all(seen, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_a_step_without_a_loss_ends_with_lightnings_error(seen, rank):
+    number, mapping = seen[rank]["returns_no_loss"]
+    ordinary_number, ordinary_mapping = seen["plain_0"]["returns_no_loss"]
+    for rule, texts in (
+        ("must return a Tensor, a dict, or None", (number, ordinary_number)),
+        ("the 'loss' key needs to be present", (mapping, ordinary_mapping)),
+    ):
+        assert all(rule in text for text in texts)
+    assert "got 5.0, a float" in number
+    assert "got the keys ['a']" in mapping
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_torch_save_is_called_for_checkpoints_alone(seen, rank):
     """As tests of users watch it; what ranks tell each other does not need it."""
     expected = seen["plain_0"]["saves_watched"]
