@@ -179,6 +179,9 @@ both("marian", "MarianMTModel", "MarianConfig", **_BART, max_position_embeddings
 both("switch_transformers", "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", **_T5,
      decoder_start_token_id=0, num_experts=2, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1,
      router_jitter_noise=0.0)  # fmt: skip
+both("nllb_moe", "NllbMoeForConditionalGeneration", "NllbMoeConfig", **_BART, **SPECIAL, decoder_start_token_id=1,
+     num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, expert_capacity=64, router_jitter_noise=0.0,
+     encoder_layerdrop=0.0, decoder_layerdrop=0.0)  # fmt: skip
 
 
 class UsesIntermediates(Module):
