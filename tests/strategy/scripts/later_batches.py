@@ -152,7 +152,7 @@ class Counts(Base):
 
     def __init__(self):
         super().__init__("counts")
-        self.seen = self.positive = self.batches = 0
+        self.seen = self.positive = self.batches = self.either = 0
         self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch, batch_idx):
@@ -160,6 +160,7 @@ class Counts(Base):
         self.log("seen before", float(self.seen))
         self.seen += len(batch)
         self.batches += 1
+        self.either += len(batch) if batch_idx < 2 else 1
         self.numbers += batch.numel()
         self.positive += int((x[:, 0] > 0.5).sum())
         self.log_dict({"seen": float(self.seen), "batches": float(self.batches), "numbers": self.numbers.float()})
@@ -169,7 +170,7 @@ class Counts(Base):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
-        self.found += [float(value) for value in self.trainer.callback_metrics.values()]
+        self.found += [self.either, *(float(value) for value in self.trainer.callback_metrics.values())]
 
 
 class AlikeAtFirst(Base):

@@ -45,8 +45,8 @@ of lists and tuples the type of their first item; of others their type."""
 Size = tuple[int, ...] | int | None
 
 
-def _form(value: Any) -> tuple[Form, Size]:
-    """The form of a value, and its size."""
+def _form(value: Any, samples: int = 0) -> tuple[Form, Size]:
+    """The form of a value, and its size; of an integer, whether it is the number of samples, and may count these."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         dtype = value.dtype
@@ -54,7 +54,7 @@ def _form(value: Any) -> tuple[Form, Size]:
         size = None if value.is_nested else tuple(value.shape)
         return (value.dim(), "f" if is_float else "b" if dtype is torch.bool else "i"), size
     if kind in _OF_NUMBERS:
-        return _OF_NUMBERS[kind], ()
+        return _OF_NUMBERS[kind], _OF_ALL_SAMPLES if kind is int and value == samples > 1 else ()
     if isinstance(value, (np.ndarray, np.generic)):
         return (value.ndim, _OF_ARRAYS.get(value.dtype.kind, value.dtype.kind)), tuple(value.shape)
     if isinstance(value, (list, tuple)):
@@ -63,6 +63,7 @@ def _form(value: Any) -> tuple[Form, Size]:
     return kind, None
 
 
+_OF_ALL_SAMPLES = (1,)
 _OF_NUMBERS: dict[type, Form] = {int: (0, "i"), float: (0, "f"), complex: (0, "f"), bool: (0, "b")}
 _KINDS = "ifb"
 ByValues = dict[tuple[str, Form], Rule | None]
@@ -87,16 +88,18 @@ class Rules:
         self._look: Callable[[], object] | None = None
         self._tries: dict[tuple[str, Form], int] = {}
         self._looks = 0
+        self._samples = 0
         self.candidates: dict[str, frozenset[Any]] = {}
 
     @contextmanager
-    def comparing(self, look: Callable[[], object] | None) -> Iterator[None]:
+    def comparing(self, look: Callable[[], object] | None, samples: int = 0) -> Iterator[None]:
         """A batch is put together while the context is open.
 
         Args:
             look: Compares and calls `learn`; None: there is nothing to compare.
+            samples: How many the first microbatch has.
         """
-        self._look = look
+        self._look, self._samples = look, samples
         try:
             yield
         finally:
@@ -112,7 +115,7 @@ class Rules:
         """
         if path not in self._places and not (ask and self._look is not None):
             return None  # of most places, at each batch
-        form, size = _form(like)
+        form, size = _form(like, self._samples)
         if self._by_values and (path, form) in self._by_values:
             return self._by_values[path, form]
         if (found := self._of_sizes.get((path, form, size))) is not None:
@@ -179,7 +182,7 @@ class Rules:
             rule = "parts"
         if rule is not None:
             self._places.add(path)
-            form, size = _form(first)
+            form, size = _form(first, self._samples)
             self._of_sizes.setdefault((path, form, size), rule)
             self._of_forms.setdefault((path, form), rule)
         if rule == "parts":

@@ -125,5 +125,5 @@ class KnownRules:
 
         # the user's own way of splitting does not tell which samples the first microbatches have
         is_told = not batching.joins_microbatches and len(parts) > 1 and batching.split_batch is None
-        with rules.comparing(look if is_told else None):
+        with rules.comparing(look if is_told else None, parts.sizes[0]):
             yield rules
