@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.gradients import without_gradients
 
 
 class InputsWithGraph:
@@ -68,4 +69,15 @@ class _LossOfInputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (factor,) = grad_outputs
-        return (None, factor, *(gradient * factor.to(gradient.dtype) for gradient in ctx.gradients))
+        found = [gradient * factor.to(gradient.dtype) for gradient in ctx.gradients]
+        if torch.is_grad_enabled():  # by create_graph=True: somebody may differentiate what comes of them
+            found = [without_gradients(gradient, _NO_SECOND) for gradient in found]
+        return (None, factor, *found)
+
+
+_NO_SECOND = (
+    "A pipeline computes the first derivatives of its loss, which depend on weights of all stages: what is made of "
+    "them (torch.autograd.grad(loss, x, create_graph=True), a gradient penalty) cannot be differentiated, and would "
+    "not train. Let one module differentiate in its own forward, which is one layer then, or leave the penalty out; "
+    "gradients that are only looked at, as by x.grad.norm().detach(), are those of one device."
+)

@@ -148,7 +148,8 @@ class PipelinedModel(ModelState):
             check_example(example_batch)
         meet_for_another()
         self.patches = Patches()
-        self.device = device if device is not None else _default_device()
+        device = _default_device() if device is None else device
+        self.device = torch.empty(0, device=device).device  # as tensors say it, who know no "cpu:0"
         self.module = module  # what is set from here on may be its own, see `__setattr__`
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # nccl's transfers and the marks of instructions use the current one

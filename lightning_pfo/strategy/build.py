@@ -46,6 +46,7 @@ from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import AlikeWeights, copy_latest, share_changed_buffers
+from lightning_pfo.strategy.state.initial import copy_first_values
 from lightning_pfo.strategy.state.replica_buffers import ReplicaBuffers
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_counted
@@ -176,6 +177,8 @@ def build_pipeline(
     if dist.get_world_size(group) > 1 or tensor_group is not None:
         collectives_in_steps(replica_group, within_step, step_ends_here, number_in_step, patches)
     make_weights_within(model, patches)
+    if dist.get_world_size() > 1:
+        copy_first_values(model, groups.hosts(None))
     agree = partial(agree_on_trace, hosts=groups.hosts(None))  # all replicas are built together
     split, times_s = divide(
         model,

@@ -45,7 +45,11 @@ def refusals(tmp_path_factory):
             "ConfigurationError",
             r"Those of datasets with an index .* Prepare it after prepare_pipeline",
         ),
-        ("no_loss", "ConfigurationError", r"is the loss as a one-element tensor .* shape \(2, 3\)"),
+        (
+            "no_loss",
+            "ConfigurationError",
+            r"a one-element tensor .* shape \(2, 3\).*call model\(inputs, target\)",
+        ),
         (
             "another_order",
             "LeadsBackError",
@@ -61,6 +65,11 @@ def refusals(tmp_path_factory):
         ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
         ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
         ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),
+        (
+            "penalty_on_gradients",
+            "ConfigurationError",
+            r"create_graph=True.*differentiated.*in its own forward",
+        ),
         ("backward_for_some", "ConfigurationError", r"read p\.grad"),
         ("fp8_layers", "ConfigurationError", r"'fp16'; got 'fp8'.* Use Accelerator\(mixed_precision='bf16'\)"),
         ("loss_apart", "ConfigurationError", r"last, by position, the target.*got Tensor\..*model\.predict\(x\)"),
@@ -84,6 +93,8 @@ def test_what_cannot_work_is_refused_on_every_rank(refusals, case, kind, message
 def test_what_is_like_the_refused_goes_on(refusals):
     for rank in refusals:
         assert rank["gradients_of_something_else"] == [3.0]
+        assert rank["gradients_by_an_input"]
+        assert rank["devices"] == ["cpu"]  # of placeholders too, whatever number the device was given with
     assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
 
 

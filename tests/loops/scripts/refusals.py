@@ -194,8 +194,21 @@ def backward_for_some():
     model(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)).backward(inputs=list(model.parameters()))
 
 
-def gradients_of_something_else():
+def penalty_on_gradients():
+    """It looks at gradients by the input, which is fine, and differentiates them, which is not."""
     model, _ = trained()
+    x, y = torch.ones(8, 6, requires_grad=True), torch.zeros(8, dtype=torch.long)
+    (found,) = torch.autograd.grad(model(x, y), x)
+    results["gradients_by_an_input"] = bool(found.abs().sum() > 0)
+    loss = model(x, y)
+    (found,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + found.square().sum()).backward()
+
+
+def gradients_of_something_else():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers", num_microbatches=4, device=torch.device("cpu", 0))
+    model.step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    results["devices"] = sorted({str(p.device) for p in model.parameters()})
     held = next(p for p in model.parameters() if p.requires_grad and not p.is_meta)
     results["gradients_of_something_else"] = torch.autograd.grad(held.sum() * 3, held)[0].unique().tolist()
     model.release()
@@ -205,7 +218,7 @@ CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, an
 CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
 CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
 CASES += (text_for_example, numbers_for_example, pickled_accelerator, copied_accelerator)
-CASES += (backward_for_some, gradients_of_something_else)
+CASES += (backward_for_some, penalty_on_gradients, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)
 
 

@@ -146,7 +146,7 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
     ("case", "kind", "words"),
     [
         ("never_calls", "ConfigurationError", ["calls none of those of 'model'", "pipeline_module=..."]),
-        ("returns_nothing", "ConfigurationError", ["is the loss as a one-element tensor", "got 'nothing'"]),
+        ("returns_nothing", "InvalidOutputError", ["must return a Tensor, a dict, or None", "got 'nothing'"]),
         ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),
         ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),
         ("logs_an_object", "ValueError", ["self.log(object, ", "`object` values cannot be logged"]),
