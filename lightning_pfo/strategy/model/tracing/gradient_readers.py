@@ -38,7 +38,8 @@ class Reader:
         return (
             f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: what it makes "
             f"of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
-            f"{norm} on every rank."
+            f"{norm} on every rank. Random numbers for gradients (noise) come from a generator of their own "
+            f"(torch.randn(..., generator=noise)): else ranks, which draw other amounts, go on with other numbers."
         )
 
 

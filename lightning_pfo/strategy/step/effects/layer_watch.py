@@ -41,7 +41,7 @@ class LayerWatch:
 
     Attributes:
         means: Numbers of this rank's layers, and whether they grow by the mean over microbatches; else by the sum.
-        of_step: Parameters that the step writes into by itself, as one device does.
+        of_step: Parameters and buffers that the step writes into by itself, as one device does.
     """
 
     def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
@@ -151,7 +151,8 @@ class LayerWatch:
 
     def _look_at_buffers(self) -> None:
         for (name, key), microbatches in self._changed.items():
-            if len(microbatches) == 1:  # such as one that the end of the step calls, on the whole batch
+            is_of_step = f"{name}.{key}" in self.of_step  # of which something else is said
+            if is_of_step or len(microbatches) == 1:  # such as one that the end of the step calls, on the whole batch
                 continue
             warn_once(
                 f"A layer changes its buffer self.{name}.{key}: once for each of {len(microbatches)} microbatches, as "
