@@ -50,6 +50,6 @@ def tell_of_buffers(kind: str, names: Iterable[str], number: int) -> None:
             f"The step changes the buffer self.{name} between layers: once for each of {number} microbatches, which "
             f"find there what earlier ones have left, as when gradients are accumulated; on one device once for the "
             f"batch (a moving average goes further). To change it once, keep in the step what it is made from "
-            f"(self.rows = rows.detach(), which is that of the whole batch on every rank) and change the buffer after the "
-            f"step (in on_{kind}_batch_end)."
+            f"(self.rows = rows.detach(), which is that of the whole batch on every rank) and change the buffer after "
+            f"the step (in on_{kind}_batch_end)."
         )
