@@ -71,6 +71,11 @@ class Together:
         self._num_calls: dict[str, int] = {}
         self._is_over = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the pipeline was released."""
+        return self._is_over
+
     def meet(self, what: str) -> None:
         """Say what comes next; a collective call of the pipeline's ranks.
 

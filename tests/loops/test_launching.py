@@ -58,6 +58,7 @@ def refusals(tmp_path_factory):
         ("pickled_accelerator", "ConfigurationError", r"neither pickled nor copied.*accelerator\.save_state\(folder\)"),
         ("copied_accelerator", "ConfigurationError", r"neither pickled nor copied.*the accelerator itself"),
         ("model_saved_whole", "ConfigurationError", r"is not pickled.*gather_module\(\)"),
+        ("optimizer_state_of_nobody", "ConfigurationError", r"got \{\} on every rank.*model\.full_optimizer_state"),
         ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
         ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
         ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),

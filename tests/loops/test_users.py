@@ -30,6 +30,7 @@ def seen(tmp_path_factory):
     "loop",
     [
         "two_of_one_accelerator",
+        "rolled_back",
         "loaders_prepared_before",
         "gathered_for_metrics",
         "evaluated_in_inference_mode",
@@ -96,6 +97,17 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("items_without_weights", "ConfigurationError", r"4 times as large.*microbatch_weight='sum'"),
         ("items_that_nobody_divides_by", "ConfigurationError", r"on the sum of .*4 times as large.*num_items_in_batch"),
         ("saved_placeholders", "ConfigurationError", r"placeholders.*accelerator\.get_state_dict\(model\)"),
+        ("tuple_in_training", "OutputError", r"gives the loss alone.*'to_tuple'.*model\.predict\(\*\*batch\)"),
+        (
+            "saved_on_the_main_process",
+            "RanksApartError",
+            r"rank 0: save_pretrained \(call it on every rank: it writes on the first one only\); rank 1: collecting",
+        ),
+        (
+            "module_saved_on_the_main_process",
+            "RanksApartError",
+            r"rank 0: accelerator\.save_model \(call it on every rank: it writes on the first one only\); rank 1: ",
+        ),
         ("state_on_the_main_process", "RanksApartError", r"rank 0: collecting the state.*rank 1: .*wait_for_everyone"),
         ("evaluation_on_the_main_process", "RanksApartError", r"rank 0: evaluation .*; rank 1: accelerator\.gather"),
         ("prediction_on_the_main_process", "RanksApartError", r"rank 0: prediction .*; rank 1: begin of an epoch"),

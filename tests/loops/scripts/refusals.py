@@ -171,8 +171,16 @@ def optimizer_saved_together():
     optimizer.step()
     optimizer.load_state_dict(state)
     file = io.BytesIO()
-    torch.save(model.full_optimizer_state(optimizer), file)
+    whole = model.full_optimizer_state(optimizer)
+    torch.save(whole, file)
+    model.load_optimizer_state(optimizer, whole)  # of others it is empty
+    model.load_state_dict(model.full_state_dict())
     results["optimizer_saved_together"] = len(torch.load(io.BytesIO(file.getvalue())).get("state", ()))
+
+
+def optimizer_state_of_nobody():
+    model, optimizer = trained()
+    model.load_optimizer_state(optimizer, {})
 
 
 def gradients_asked_for(of_loss, **options):
@@ -202,7 +210,8 @@ def gradients_of_something_else():
 
 
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
-CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
+CASES += (optimizer_state_of_nobody, optimizer_saved_alone, optimizer_saved_together)
+CASES += (gradients_of_a_loss, gradients_of_a_multiple)
 CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
 CASES += (text_for_example, numbers_for_example, pickled_accelerator, copied_accelerator)
 CASES += (backward_for_some, gradients_of_something_else)

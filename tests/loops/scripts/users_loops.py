@@ -1,5 +1,6 @@
 """Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
 
+import copy
 import weakref
 from contextlib import nullcontext
 
@@ -168,6 +169,7 @@ def outputs_and_attributes():
         list(outputs),
         list({**outputs}),
     ]
+    seen += [[float(each.sum()) for each in outputs.to_tuple()]]
     seen += [[tuple(each.shape) for each in outputs[:2]], [(name, each.dim()) for name, each in outputs.items()]]
     model.train()
     outputs = model(input_ids=IDS, labels=IDS)
@@ -465,8 +467,29 @@ def two_of_one_accelerator():
     return {"begun": train_both(save=folder), "gone on": train_both(load=folder)}
 
 
+def rolled_back():
+    """Model and optimizer go back to what was kept in memory; what the first rank alone has is enough."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[0]))
+    losses, kept = [], None
+    for step, batch in enumerate([*loader] * 2):
+        if step == 2:
+            kept = copy.deepcopy([accelerator.get_state_dict(model), optimizer.state_dict()])
+        if step in (4, 6):
+            losses.append(str(model.load_state_dict(kept[0])))
+            optimizer.load_state_dict(copy.deepcopy(kept[1]))  # torch's would go on with the tensors themselves
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": sums(state_of(accelerator, model))}
+
+
 LOOPS = (
     two_of_one_accelerator,
+    rolled_back,
     whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,
