@@ -88,6 +88,13 @@ def test_what_is_like_the_refused_goes_on(refusals):
     assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
 
 
+def test_accelerates_own_compiling_is_told_to_have_no_effect(refusals):
+    found = [rank["compiled_by_accelerate"] for rank in refusals]
+    assert [len([each for each in said if "dynamo" in each]) for said, _ in found] == [1, 0]
+    assert re.search(r"EAGER.*layer\.forward = torch\.compile\(layer\.forward, backend='eager'\)", found[0][0][0])
+    assert all(num_compiled > 0 for _, num_compiled in found)
+
+
 def test_an_example_shows_the_order_in_which_layers_are_called(refusals):
     for rank in refusals:
         assert " ms" in rank["order_of_an_example"]  # as they were measured with it
