@@ -265,7 +265,7 @@ def _tell_of_compiling(accelerator: Accelerator) -> None:
     backend = accelerator.state.dynamo_plugin.backend
     if backend != DynamoBackend.NO and accelerator.is_main_process:
         warn_once(
-            f"A model on a pipeline is not compiled as a whole, so that the accelerator's dynamo_plugin (or dynamo_backend) "
-            f"has no effect; its backend is {backend.value}. Compile layers before "
+            f"A model on a pipeline is not compiled as a whole, so that the accelerator's dynamo_plugin (or "
+            f"dynamo_backend) has no effect; its backend is {backend.value}. Compile layers before "
             f"prepare_pipeline: layer.forward = torch.compile(layer.forward, backend={backend.value.lower()!r})."
         )

@@ -31,6 +31,7 @@ def seen(tmp_path_factory):
     [
         "two_of_one_accelerator",
         "rolled_back",
+        "averages_and_a_teacher",
         "loaders_prepared_before",
         "gathered_for_metrics",
         "evaluated_in_inference_mode",
@@ -97,6 +98,16 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("items_without_weights", "ConfigurationError", r"4 times as large.*microbatch_weight='sum'"),
         ("items_that_nobody_divides_by", "ConfigurationError", r"on the sum of .*4 times as large.*num_items_in_batch"),
         ("saved_placeholders", "ConfigurationError", r"placeholders.*accelerator\.get_state_dict\(model\)"),
+        (
+            "averaged_by_hand",
+            "ConfigurationError",
+            r"loop of your own each rank.*`with model\.whole_parameters\(\):`",
+        ),
+        (
+            "averaged_state",
+            "ConfigurationError",
+            r"own, `with model\.whole_parameters\(\):` \(of two, `with one",
+        ),
         ("tuple_in_training", "OutputError", r"gives the loss alone.*'to_tuple'.*model\.predict\(\*\*batch\)"),
         (
             "saved_on_the_main_process",

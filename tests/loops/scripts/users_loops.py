@@ -467,6 +467,32 @@ def two_of_one_accelerator():
     return {"begun": train_both(save=folder), "gone on": train_both(load=folder)}
 
 
+def averages_and_a_teacher():
+    """An average of weights, one of states, and a prepared teacher that follows; within `whole_parameters`."""
+    accelerator, model, teacher = make_accelerator(), make_net(), make_net()
+    average, of_states = copy.deepcopy(model), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[1]))
+    options = {"example_batch": next(iter(loader)), "partition": "custom:0,1,5"} if is_pipeline() else {}
+    teacher, _, _ = prepare(accelerator, teacher, **options)
+    student, follower = accelerator.unwrap_model(model), accelerator.unwrap_model(teacher)
+    whole = [model.whole_parameters, teacher.whole_parameters] if is_pipeline() else [nullcontext] * 2
+    losses = []
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), whole[0](), whole[1]():
+            for mine, following, p in zip(
+                average.parameters(), follower.parameters(), student.parameters(), strict=True
+            ):
+                mine.lerp_(p, 0.1)
+                following.lerp_(p, 0.3)
+            of_states = {name: 0.9 * of_states.get(name, value) + value for name, value in model.state_dict().items()}
+        losses.append(teacher(**batch)["loss"].item())
+    return {"losses": losses, "average": sums(average.state_dict()), "states": sums(of_states)}
+
+
 def rolled_back():
     """Model and optimizer go back to what was kept in memory; what the first rank alone has is enough."""
     accelerator, model = make_accelerator(), make_net()
@@ -490,6 +516,7 @@ def rolled_back():
 LOOPS = (
     two_of_one_accelerator,
     rolled_back,
+    averages_and_a_teacher,
     whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,

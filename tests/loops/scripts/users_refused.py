@@ -33,6 +33,18 @@ def outputs_in_training():
     return model(**batch).logits
 
 
+def averaged_by_hand():
+    _, model, _ = simple()
+    with torch.no_grad():
+        for average, p in zip(make_net().parameters(), model.module.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+
+def averaged_state():
+    _, model, _ = simple()
+    return sum(float((0.9 * value).norm()) for value in model.state_dict().values())
+
+
 def tuple_in_training():
     _, model, batch = simple()
     model(**batch).to_tuple()
@@ -207,6 +219,8 @@ REFUSALS = (
     items_without_weights,
     items_that_nobody_divides_by,
     saved_placeholders,
+    averaged_by_hand,
+    averaged_state,
     tuple_in_training,
     saved_on_the_main_process,
     module_saved_on_the_main_process,
