@@ -158,5 +158,6 @@ def refuse_compiled(is_compiling: bool) -> None:
     """
     if is_compiling:
         raise ConfigurationError(
-            "A model on a pipeline is not compiled from outside. Compile it, or layers of it, before it is prepared."
+            "A model on a pipeline is not compiled from outside. Compile layers of it, before it is prepared: "
+            "layer.forward = torch.compile(layer.forward)."
         )
