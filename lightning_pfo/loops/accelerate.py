@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType, convert_to_fp32  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType, DynamoBackend, convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -45,6 +45,7 @@ from lightning_pfo.loops.loaders import check_adoptable
 from lightning_pfo.loops.optimizers import Replaced
 from lightning_pfo.loops.outputs import LossOutput
 from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 
@@ -153,6 +154,7 @@ def prepare_pipeline(
     _check_arguments(accelerator, model, optimizer, loss_fn)
     check_processes(accelerator)
     _refuse_unsupported(accelerator, model)
+    _tell_of_compiling(accelerator)
     before = dict(model.named_parameters(remove_duplicate=False))
     pipeline = AcceleratedPipeline(
         accelerator,
@@ -256,3 +258,14 @@ def _refuse_unsupported(accelerator: Accelerator, model: nn.Module) -> None:
         )
     for loader in loaders_of(accelerator):
         check_adoptable(loader)
+
+
+def _tell_of_compiling(accelerator: Accelerator) -> None:
+    """Accelerate compiles models in its own `prepare`, as a whole."""
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO and accelerator.is_main_process:
+        warn_once(
+            f"A model on a pipeline is not compiled as a whole, so that the accelerator's dynamo_plugin (or "
+            f"dynamo_backend) has no effect; its backend is {backend.value}. Compile layers before "
+            f"prepare_pipeline: layer.forward = torch.compile(layer.forward, backend={backend.value.lower()!r})."
+        )

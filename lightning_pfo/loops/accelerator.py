@@ -22,6 +22,7 @@ from lightning_pfo.loops.compat import add_model, loaders_of, optimizers_of, sch
 from lightning_pfo.loops.loaders import adopt, prepare_same
 from lightning_pfo.loops.optimizers import Replaced, keep_pace, prepare_for_pipeline
 from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.loops.state import WRITES_ON_FIRST
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 
@@ -233,6 +234,8 @@ class _AcceleratorOfPipeline:
         return self._ordinary["get_state_dict"](model, unwrap)
 
     def save_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model is self._pipeline:
+            self._pipeline.meet(f"accelerator.save_model {WRITES_ON_FIRST}")
         whole = self._pipeline.gather_module() if model is self._pipeline else model
         if whole is not None:  # on the first rank
             self._ordinary["save_model"](whole, *args, **kwargs)

@@ -96,6 +96,12 @@ class LossOutput(dict[str, Any]):
         """An output, or the default where there is none of that name."""
         return self[key] if key in self else default  # noqa: SIM401 - which is this method
 
+    def to_tuple(self) -> tuple[Any, ...]:
+        """All outputs, as of transformers' models."""
+        if self._fetch is None:
+            raise OutputError(_NOT_IN_TRAINING.format(key="to_tuple"))
+        return tuple(self.values())
+
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]  # all, not those held
 
 

@@ -190,6 +190,7 @@ class PipelinedModel(ModelState):
             seed=random_state.synchronise(),
         )
 
+        explain_missing_values(self.device, in_loop=True)
         refuse_saving(module)
         self._together = Together(self._pipeline.engine)
         self._together.meet_at_barriers(self.patches)

@@ -21,6 +21,9 @@ from lightning_pfo.strategy.state.whole_module import gather_module
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
 from lightning_pfo.strategy.watch.present import naming_who_has_ended
 
+WRITES_ON_FIRST = "(call it on every rank: it writes on the first one only)"
+"""Said where ranks meet to save; scripts call it on the main process only."""
+
 
 class ModelState(ModuleWithPlaceholders):
     """What a pipelined model keeps, saves and loads; see `PipelinedModel`."""
@@ -56,6 +59,7 @@ class ModelState(ModuleWithPlaceholders):
         def save_pretrained(directory: Any, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
             is_given = state_dict is not None
             if not is_given:
+                self._together.meet(f"save_pretrained {WRITES_ON_FIRST}")
                 state_dict = self.full_state_dict()
             saved = save(directory, *args, state_dict=state_dict, **kwargs) if dist.get_rank() == 0 else None
             if not is_given:
@@ -83,8 +87,12 @@ class ModelState(ModuleWithPlaceholders):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load this rank's part of a full state dict, e.g. one of the module on a single process."""
-        return IncompatibleKeys(*full.load_module_state(self.module, state_dict, strict=strict))
+        """Load this rank's part of a full state dict, e.g. one of the module on a single process; a collective call.
+
+        Ranks that are given an empty one, as `full_state_dict` gives them, take that of the first that has one.
+        """
+        state = self._given_to_some("the model", state_dict)
+        return IncompatibleKeys(*full.load_module_state(self.module, state, strict=strict))
 
     @naming_who_has_ended()
     def full_state_dict(self) -> dict[str, Any]:
@@ -132,8 +140,28 @@ class ModelState(ModuleWithPlaceholders):
         return full.gather_optimizer_state(optimizer, self._mesh.pipeline_group)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a full optimizer state dict."""
-        full.load_optimizer_state(optimizer, state)
+        """Load this rank's part of a full optimizer state dict; a collective call.
+
+        Ranks that are given an empty one, as `full_optimizer_state` gives them, take that of the first that has one.
+
+        Raises:
+            ConfigurationError: If none has.
+        """
+        given = self._given_to_some("an optimizer", state)
+        if not given:
+            raise ConfigurationError(
+                "The state of an optimizer that is loaded is a whole one, on all ranks or on some (others take it); "
+                f"got {state!r} on every rank. Load what optimizer.state_dict() of Accelerate's, or in a plain loop "
+                "model.full_optimizer_state(optimizer), gave the first rank, called on every rank."
+            )
+        full.load_optimizer_state(optimizer, given)
+
+    @naming_who_has_ended()
+    def _given_to_some(self, what: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._together.is_over:  # each rank is on its own
+            return state
+        self._together.meet(f"loading the state of {what}")
+        return full.given_to_some(state)
 
 
 def _refuse_to_generate(*args: Any, **kwargs: Any) -> Any:

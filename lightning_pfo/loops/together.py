@@ -71,6 +71,11 @@ class Together:
         self._num_calls: dict[str, int] = {}
         self._is_over = False
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the pipeline was released."""
+        return self._is_over
+
     def meet(self, what: str) -> None:
         """Say what comes next; a collective call of the pipeline's ranks.
 
@@ -153,5 +158,6 @@ def refuse_compiled(is_compiling: bool) -> None:
     """
     if is_compiling:
         raise ConfigurationError(
-            "A model on a pipeline is not compiled from outside. Compile it, or layers of it, before it is prepared."
+            "A model on a pipeline is not compiled from outside. Compile layers of it, before it is prepared: "
+            "layer.forward = torch.compile(layer.forward)."
         )

@@ -62,6 +62,7 @@ def refusals(tmp_path_factory):
         ("pickled_accelerator", "ConfigurationError", r"neither pickled nor copied.*accelerator\.save_state\(folder\)"),
         ("copied_accelerator", "ConfigurationError", r"neither pickled nor copied.*the accelerator itself"),
         ("model_saved_whole", "ConfigurationError", r"is not pickled.*gather_module\(\)"),
+        ("optimizer_state_of_nobody", "ConfigurationError", r"got \{\} on every rank.*model\.full_optimizer_state"),
         ("optimizer_saved_alone", "ConfigurationError", r"one rank's parameters.*model\.full_optimizer_state"),
         ("gradients_of_a_loss", "ConfigurationError", r"loss\.backward\(\) or accelerator\.backward\(loss\)"),
         ("gradients_of_a_multiple", "ConfigurationError", r"read p\.grad"),
@@ -96,6 +97,13 @@ def test_what_is_like_the_refused_goes_on(refusals):
         assert rank["gradients_by_an_input"]
         assert rank["devices"] == ["cpu"]  # of placeholders too, whatever number the device was given with
     assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
+
+
+def test_accelerates_own_compiling_is_told_to_have_no_effect(refusals):
+    found = [rank["compiled_by_accelerate"] for rank in refusals]
+    assert [len([each for each in said if "dynamo" in each]) for said, _ in found] == [1, 0]
+    assert re.search(r"EAGER.*layer\.forward = torch\.compile\(layer\.forward, backend='eager'\)", found[0][0][0])
+    assert all(num_compiled > 0 for _, num_compiled in found)
 
 
 def test_an_example_shows_the_order_in_which_layers_are_called(refusals):

@@ -27,7 +27,7 @@ def test_two_replicas_of_two_stages_train_like_ddp_of_two(folder):
     assert len(ddp[0]["predicted"]) == 3 * len(ddp[0]["repeated"]) == 3 * 37
     assert ddp[0]["loss"] != ddp[1]["loss"]  # they read different batches
     for rank, seen in enumerate(pipeline):
-        for key in ("loss", "norm", "predicted", "repeated", "lr", "resumed"):
+        for key in ("loss", "norm", "predicted", "repeated", "lr", "resumed", "rolled back"):
             assert seen[key] == pytest.approx(ddp[rank // 2][key], abs=2e-5), key
     for name, weights in ddp[0]["weights"].items():
         assert pipeline[0]["weights"][name] == pytest.approx(weights, abs=2e-5), name

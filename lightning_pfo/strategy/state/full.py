@@ -6,7 +6,7 @@ State dicts have the names, order and optimizer ids of a single device: placehol
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
+from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
+from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, tell_all
 from lightning_pfo.strategy.parallel.patches import unwarned
 from lightning_pfo.strategy.state.alike import changed_in, note_alike
 
@@ -110,6 +111,37 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None
     optimizer.load_state_dict({"state": local, "param_groups": state["param_groups"]})
 
 
+def given_to_some(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A whole state on all ranks, where some are given an empty one; a collective call of all processes.
+
+    Whole states are gathered on the first rank, and others have empty ones. Kept in memory, they are given back so.
+
+    Returns:
+        What this rank is given; instead of an empty state that of the first rank which has one, if any has.
+    """
+    have_one: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(have_one, bool(state))
+    if all(have_one) or not any(have_one):
+        return state
+    source = have_one.index(True)
+    is_mine = dist.get_rank() == source
+    described = tell_all(tree_map(_Layout.of, dict(state)) if is_mine else None, None, source)
+    values: Iterator[Any] = iter(tree_leaves(dict(state)) if is_mine else ())
+    device = _transport_device(None)
+
+    def told(layout: Any) -> Any:
+        value: Any = next(values, None)
+        if not isinstance(layout, _Layout):
+            return layout
+        buffer = as_bytes(value.detach().to(device).contiguous()) if is_mine else layout.empty(device)
+        if layout.num_bytes:
+            dist.broadcast(buffer, src=source)
+        return value if is_mine else layout.filled(buffer)
+
+    found: dict[str, Any] = tree_map(told, described)
+    return state if state else found
+
+
 def _for_optimizer(value: Any, parameter: torch.Tensor) -> Any:
     # a copy, because what was read may be backed by the checkpoint's file
     return _placed_like(value, parameter).clone() if isinstance(value, torch.Tensor) else value
@@ -183,10 +215,10 @@ def gather_tensors(
                 value = _whole(local[key])
                 gathered[key] = value.cpu() if isinstance(value, torch.Tensor) else value
             elif isinstance(layout, _Layout):
-                buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+                buffer = layout.empty(device)
                 if layout.num_bytes:
                     dist.recv(buffer, src=global_rank(group, rank), group=group)
-                gathered[key] = buffer.cpu().view(layout.dtype).reshape(layout.shape)
+                gathered[key] = layout.filled(buffer)
             else:
                 gathered[key] = layout
     return gathered
@@ -209,6 +241,14 @@ class _Layout:
     @property
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for the tensor's bytes."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+
+    def filled(self, received: torch.Tensor) -> torch.Tensor:
+        """The tensor of these bytes, in CPU memory."""
+        return received.cpu().view(self.dtype).reshape(self.shape)
 
 
 def _transport_device(group: dist.ProcessGroup | None) -> torch.device:

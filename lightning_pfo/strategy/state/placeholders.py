@@ -25,9 +25,11 @@ from lightning_pfo.strategy.parallel.dtensor import is_written_from_nowhere, lac
 
 _REFUSAL = (
     "This state dict has placeholders for tensors of other ranks, whose values are not here to be saved, moved or "
-    "compared. Call one of these on every rank, and save what it gives the first: trainer.strategy.gather_module() (or "
-    "trainer.save_checkpoint(path)), accelerator.get_state_dict(model), in a plain loop model.full_state_dict(). To "
-    "move values from one module to another, enter `with trainer.strategy.whole_parameters(one, other):` on every rank."
+    "compared. Call one of these on every rank, and save what it gives the first: accelerator.get_state_dict(model), "
+    "in a plain loop model.full_state_dict(), under Lightning trainer.strategy.gather_module() (or "
+    "trainer.save_checkpoint(path)). To move values from one module to another, or compare them, enter on every rank, "
+    "in a loop of your own, `with model.whole_parameters():` (of two, `with one.whole_parameters(), "
+    "other.whole_parameters():`), under Lightning `with trainer.strategy.whole_parameters(one, other):`."
 )
 
 _REFUSAL_OF_PART = (

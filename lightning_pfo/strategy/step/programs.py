@@ -244,7 +244,8 @@ class Programs:
             if trace.compiled:
                 warn_once(
                     f"A compiled function that the step calls between layers runs as it is written: {trace.compiled} "
-                    f"Call it in the forward of a layer, or compile layers by compile=True."
+                    f"Call it in the forward of a layer, or compile layers by compile=True (in a loop of your own by "
+                    f"layer.forward = torch.compile(layer.forward), before the model is prepared)."
                 )
             if trace.skips:  # others of this form may not be
                 return found

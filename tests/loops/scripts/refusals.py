@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import logging
 import pickle
 import sys
 from pathlib import Path
@@ -45,6 +46,26 @@ def other_norm():
 def prepared_model():
     accelerator = Accelerator(cpu=True)
     prepare_pipeline(accelerator, accelerator.prepare(Net()), loss_fn=loss_fn)
+
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+def compiled_by_accelerate():
+    """The first rank is told what compiles layers instead, and that does."""
+    said, compiled = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_pfo").addHandler(handler)
+    net = nn.Sequential(nn.Linear(6, 8), *(Layer(8, 8) for _ in range(4)), nn.Linear(8, 3))
+    for layer in net[1:5]:
+        layer.forward = torch.compile(layer.forward, backend=lambda graph, _: compiled.append(graph) or graph)
+    model, _, _ = prepare_pipeline(Accelerator(cpu=True, dynamo_backend="eager"), net, loss_fn=loss_fn)
+    logging.getLogger("lightning_pfo").removeHandler(handler)
+    model.step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    results["compiled_by_accelerate"] = [said, len(compiled)]
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -171,8 +192,16 @@ def optimizer_saved_together():
     optimizer.step()
     optimizer.load_state_dict(state)
     file = io.BytesIO()
-    torch.save(model.full_optimizer_state(optimizer), file)
+    whole = model.full_optimizer_state(optimizer)
+    torch.save(whole, file)
+    model.load_optimizer_state(optimizer, whole)  # of others it is empty
+    model.load_state_dict(model.full_state_dict())
     results["optimizer_saved_together"] = len(torch.load(io.BytesIO(file.getvalue())).get("state", ()))
+
+
+def optimizer_state_of_nobody():
+    model, optimizer = trained()
+    model.load_optimizer_state(optimizer, {})
 
 
 def gradients_asked_for(of_loss, **options):
@@ -215,8 +244,9 @@ def gradients_of_something_else():
 
 
 CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
-CASES += (optimizer_saved_alone, optimizer_saved_together, gradients_of_a_loss, gradients_of_a_multiple)
-CASES += (text_for_microbatches, fraction_of_replicas, model_saved_whole)
+CASES += (optimizer_state_of_nobody, optimizer_saved_alone, optimizer_saved_together)
+CASES += (gradients_of_a_loss, gradients_of_a_multiple)
+CASES += (compiled_by_accelerate, text_for_microbatches, fraction_of_replicas, model_saved_whole)
 CASES += (text_for_example, numbers_for_example, pickled_accelerator, copied_accelerator)
 CASES += (backward_for_some, penalty_on_gradients, gradients_of_something_else)
 CASES += (fp8_layers, loss_apart, without_accelerator, scheduler_as_loss, loader_as_optimizer)

@@ -1,5 +1,6 @@
 """Two replicas of a pipeline of two against DDP of two, the same Accelerate loop; usage: replicas.py FOLDER."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -61,9 +62,13 @@ def make(name):
 
 def go_on(made, folder):
     """Go on with what was saved, and say what is known after each step."""
-    accelerator, model, optimizer, scheduler, _, val, counted = made
-    accelerator.load_state(folder)
-    seen = [counted.count]
+    made[0].load_state(folder)
+    return [made[-1].count, *steps(made)]
+
+
+def steps(made):
+    accelerator, model, optimizer, scheduler, _, val, _ = made
+    seen = []
     model.train()
     for x, y in val:
         loss = model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
@@ -113,6 +118,7 @@ def main(name):
             logits = model.predict(x) if is_pipeline(model) else model(x)
         history["predicted"] += accelerator.gather_for_metrics(logits).flatten().tolist()
         history["repeated"] += accelerator.gather_for_metrics(logits.mean().repeat(8)).tolist()
+    kept = copy.deepcopy([accelerator.get_state_dict(model), optimizer.state_dict()])
     model.train()
     with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
         for x, y in train:
@@ -125,6 +131,9 @@ def main(name):
     weights = accelerator.get_state_dict(model)
     history["weights"] = {key: value.flatten().tolist() for key, value in weights.items()}
     history["resumed"] = go_on(made, FOLDER / name)
+    (model if is_pipeline(model) else accelerator.unwrap_model(model)).load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])  # whole states that the first of four ranks alone has
+    history["rolled back"] = steps(made)
     (FOLDER / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(history))
 
 

@@ -1,5 +1,6 @@
 """Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
 
+import copy
 import weakref
 from contextlib import nullcontext
 
@@ -168,6 +169,7 @@ def outputs_and_attributes():
         list(outputs),
         list({**outputs}),
     ]
+    seen += [[float(each.sum()) for each in outputs.to_tuple()]]
     seen += [[tuple(each.shape) for each in outputs[:2]], [(name, each.dim()) for name, each in outputs.items()]]
     model.train()
     outputs = model(input_ids=IDS, labels=IDS)
@@ -465,8 +467,56 @@ def two_of_one_accelerator():
     return {"begun": train_both(save=folder), "gone on": train_both(load=folder)}
 
 
+def averages_and_a_teacher():
+    """An average of weights, one of states, and a prepared teacher that follows; within `whole_parameters`."""
+    accelerator, model, teacher = make_accelerator(), make_net(), make_net()
+    average, of_states = copy.deepcopy(model), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[1]))
+    options = {"example_batch": next(iter(loader)), "partition": "custom:0,1,5"} if is_pipeline() else {}
+    teacher, _, _ = prepare(accelerator, teacher, **options)
+    student, follower = accelerator.unwrap_model(model), accelerator.unwrap_model(teacher)
+    whole = [model.whole_parameters, teacher.whole_parameters] if is_pipeline() else [nullcontext] * 2
+    losses = []
+    for batch in loader:
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), whole[0](), whole[1]():
+            for mine, following, p in zip(
+                average.parameters(), follower.parameters(), student.parameters(), strict=True
+            ):
+                mine.lerp_(p, 0.1)
+                following.lerp_(p, 0.3)
+            of_states = {name: 0.9 * of_states.get(name, value) + value for name, value in model.state_dict().items()}
+        losses.append(teacher(**batch)["loss"].item())
+    return {"losses": losses, "average": sums(average.state_dict()), "states": sums(of_states)}
+
+
+def rolled_back():
+    """Model and optimizer go back to what was kept in memory; what the first rank alone has is enough."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = prepare(accelerator, model, optimizer, named(make_loaders()[0]))
+    losses, kept = [], None
+    for step, batch in enumerate([*loader] * 2):
+        if step == 2:
+            kept = copy.deepcopy([accelerator.get_state_dict(model), optimizer.state_dict()])
+        if step in (4, 6):
+            losses.append(str(model.load_state_dict(kept[0])))
+            optimizer.load_state_dict(copy.deepcopy(kept[1]))  # torch's would go on with the tensors themselves
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": sums(state_of(accelerator, model))}
+
+
 LOOPS = (
     two_of_one_accelerator,
+    rolled_back,
+    averages_and_a_teacher,
     whole_parameters,
     loaders_prepared_before,
     gathered_for_metrics,

@@ -33,6 +33,38 @@ def outputs_in_training():
     return model(**batch).logits
 
 
+def averaged_by_hand():
+    _, model, _ = simple()
+    with torch.no_grad():
+        for average, p in zip(make_net().parameters(), model.module.parameters(), strict=True):
+            average.lerp_(p, 0.1)
+
+
+def averaged_state():
+    _, model, _ = simple()
+    return sum(float((0.9 * value).norm()) for value in model.state_dict().values())
+
+
+def tuple_in_training():
+    _, model, batch = simple()
+    model(**batch).to_tuple()
+
+
+def saved_on_the_main_process():
+    accelerator, model = make_accelerator(), make_llama()
+    model, _, _ = prepare(accelerator, model, example_batch={"input_ids": IDS, "labels": IDS})
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(FOLDER / "on_main")
+    accelerator.get_state_dict(model)
+
+
+def module_saved_on_the_main_process():
+    accelerator, model, _ = simple()
+    if accelerator.is_main_process:
+        accelerator.save_model(model, FOLDER / "on_main")
+    accelerator.wait_for_everyone()
+
+
 def term_over_parameters():
     accelerator, model, batch = simple()
     accelerator.backward(model(**batch).loss + 0.1 * sum(p.square().sum() for p in model.parameters()))
@@ -187,6 +219,11 @@ REFUSALS = (
     items_without_weights,
     items_that_nobody_divides_by,
     saved_placeholders,
+    averaged_by_hand,
+    averaged_state,
+    tuple_in_training,
+    saved_on_the_main_process,
+    module_saved_on_the_main_process,
     state_on_the_main_process,
     evaluation_on_the_main_process,
     prediction_on_the_main_process,

@@ -25,7 +25,7 @@ def root():
 @pytest.mark.parametrize("save", [pickle.dumps, lambda state: torch.save(state, io.BytesIO())])
 def test_placeholders_are_not_written(root, save):
     for module in (root, root[1], root[1][0], copy.deepcopy(root), pickle.loads(pickle.dumps(root))):
-        with pytest.raises(ConfigurationError, match=r"placeholders.*gather_module.*get_state_dict"):
+        with pytest.raises(ConfigurationError, match=r"placeholders.*get_state_dict.*gather_module"):
             save({"model": module.state_dict()})
     save(root[0].state_dict())
 

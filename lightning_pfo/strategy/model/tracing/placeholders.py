@@ -52,9 +52,13 @@ _PROTOCOL_OF_FILES = 2
 """That of `torch.save`; copies, and what is sent to processes, have others."""
 _ELSEWHERE = (
     "{place} needs values of layers that other ranks hold, which are not here: in hooks each rank has the layers of "
-    "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank (in a plain loop "
-    "model.whole_parameters(module)), which has all of them; or do it in the step. For an average of weights "
-    "there is Lightning's WeightAveraging."
+    "its own stages. Enter `with trainer.strategy.whole_parameters(module):` there on every rank, which has all of "
+    "them; or do it in the step. For an average of weights there is Lightning's WeightAveraging."
+)
+_BETWEEN_STEPS = (
+    "{place} needs values of layers that other ranks hold, which are not here: in a loop of your own each rank has the "
+    "layers of its own stages. Enter `with model.whole_parameters():` there on every rank, which has all of them, or "
+    "those of a part of it, `with model.whole_parameters(module):`. An average of weights is updated within it, too."
 )
 _OF_PRUNING = (
     " torch.nn.utils.prune works there on weights that have a mask: give them one by prune.identity(layer, 'weight') "
@@ -171,16 +175,17 @@ class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instr
             _follow(_resting)
 
 
-def explain_missing_values(device: torch.device | None) -> None:
+def explain_missing_values(device: torch.device | None, *, in_loop: bool = False) -> None:
     """Let what needs the values of placeholders say why they are not there.
 
     Args:
         device: Where the layers of the pipeline lie here; placeholders say so too, as hooks make tensors where the
             first parameter lies. None: there is no pipeline any more.
+        in_loop: Whether the user's loop trains it, which has no hooks.
     """
     global _resting, _text, _home
     _resting, _home = staticmethod(_explain), device
-    _text = WHOLE if device is None else _ELSEWHERE
+    _text = WHOLE if device is None else _BETWEEN_STEPS if in_loop else _ELSEWHERE
     if _device is None:
         _follow(_resting)
 
@@ -242,7 +247,7 @@ def _goes_home(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _explained() -> str:
-    prunes = _text is _ELSEWHERE and any(frame.f_code.co_filename == prune.__file__ for frame, _ in walk_stack(None))
+    prunes = _text is not WHOLE and any(frame.f_code.co_filename == prune.__file__ for frame, _ in walk_stack(None))
     return _text.format(place=place_of(inspect.currentframe())) + (_OF_PRUNING if prunes else "")
 
 
