@@ -153,6 +153,7 @@ class Counts(Base):
     def __init__(self):
         super().__init__("counts")
         self.seen = self.positive = self.batches = self.either = 0
+        self.kept = {"seen": 0}  # which a hook takes away
         self.register_buffer("numbers", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch, batch_idx):
@@ -161,6 +162,9 @@ class Counts(Base):
         self.seen += len(batch)
         self.batches += 1
         self.either += len(batch) if batch_idx < 2 else 1
+        if self.kept is not None:
+            self.kept["seen"] += len(batch)
+        self.log("kept", float(self.kept["seen"] if self.kept else 0))
         self.numbers += batch.numel()
         self.positive += int((x[:, 0] > 0.5).sum())
         self.log_dict({"seen": float(self.seen), "batches": float(self.batches), "numbers": self.numbers.float()})
@@ -171,6 +175,7 @@ class Counts(Base):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
         self.found += [self.either, *(float(value) for value in self.trainer.callback_metrics.values())]
+        self.kept = self.kept if batch_idx == 0 else None
 
 
 class AlikeAtFirst(Base):

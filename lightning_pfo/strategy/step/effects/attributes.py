@@ -286,11 +286,11 @@ class Attributes:
                 _refill(container, value)
 
     def value_at(self, path: Path) -> Any:
-        """What was somewhere at the begin of the batch."""
+        """What was somewhere at the begin of the batch; None also where there was no such place."""
         if path in self._tensors:
             tensor = self._tensors[path]
             return tensor.array if tensor.before is None else tensor.before
-        holder = self._containers[path[:-1]][1]
+        _, holder = self._containers.get(path[:-1], (None, None))
         before: Any = holder.get(path[-1]) if isinstance(holder, dict) else holder
         if type(before) in (list, tuple):
             kind: Any = type(before)
