@@ -38,14 +38,14 @@ def note_alike(module: nn.Module, names: Iterable[str] | None = None) -> None:
     tensors = named_tensors(module)
     found = {name: tensors[name] for name in names if name in tensors}
     # what is trained changes on all of them, by the same gradients
-    _noted[module] = {n: _checksum(t) for n, t in found.items() if not t.requires_grad and _is_comparable(t)}
+    _noted[module] = {n: checksum(t) for n, t in found.items() if not t.requires_grad and _is_comparable(t)}
 
 
 def changed_in(module: nn.Module, local: Mapping[str, Any]) -> frozenset[str]:
     """Of what this rank holds, the names of what is not as all of them had it."""
     noted = _noted.get(module, {})
     both = ((name, local[name]) for name in noted if name in local)
-    return frozenset(name for name, t in both if _is_comparable(t) and _checksum(t) != noted[name])
+    return frozenset(name for name, t in both if _is_comparable(t) and checksum(t) != noted[name])
 
 
 def copy_latest(module: nn.Module, shared: Sequence[Shared], last_rank: int) -> None:
@@ -87,7 +87,7 @@ def share_changed_buffers(module: nn.Module, shared: Sequence[Shared], last_rank
             for source in islice(_having(name, each, told, last_rank), 1):
                 with torch.inference_mode(False):
                     _copy(module, name, buffer, each, source, told)
-                _noted[module] |= {name: _checksum(named_tensors(module)[name])}
+                _noted[module] |= {name: checksum(named_tensors(module)[name])}
 
 
 class AlikeWeights:
@@ -123,7 +123,7 @@ class AlikeWeights:
     def _look(self, each: Shared, weights: Mapping[str, torch.Tensor]) -> None:
         # of a teacher that follows by a hook one rank alone may have what it is, see above
         trained = {n: w for n, w in weights.items() if w.requires_grad and _is_comparable(w)}
-        mine = {name: _checksum(weight) for name, weight in trained.items()}
+        mine = {name: checksum(weight) for name, weight in trained.items()}
         told = tell_each_other(mine, each.hosts) if mine else []
         apart = [name for name in mine if name not in self._apart and len({of_rank[name] for of_rank in told}) > 1]
         if not apart:
@@ -173,6 +173,7 @@ def _is_comparable(value: Any) -> bool:
     return is_tensor and not value.is_meta and value.layout == torch.strided
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
+    """That of a tensor's bytes; of others it is another one, nearly always."""
     content: Any = as_bytes(tensor.detach().cpu().contiguous()).numpy()
     return zlib.crc32(content)

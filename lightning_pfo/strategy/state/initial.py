@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.parallel.compat import named_tensors
-from lightning_pfo.strategy.parallel.groups import as_bytes, spread, tell_each_other
+from lightning_pfo.strategy.parallel.groups import copy_from, spread, tell_each_other
+from lightning_pfo.strategy.state.alike import checksum
 
 Mark = tuple[tuple[int, ...], torch.dtype, str]
 """Shape and type of a tensor, and a few numbers that its values come to."""
@@ -37,13 +38,13 @@ def copy_first_values(model: nn.Module, hosts: dist.ProcessGroup | None) -> None
     largest, smallest, anyone_lacks = spread(said, torch.maximum, hosts).tolist()
     if largest == -smallest or anyone_lacks:
         return
-    first, *others = tell_each_other(marks, hosts)
-    for name, mark in first.items():
-        if all(name in each and each[name][:2] == mark[:2] for each in others) and any(
-            each[name] != mark for each in others
-        ):
-            value = whole[name].detach().cpu().contiguous()
-            dist.broadcast(as_bytes(value), src=0, group=hosts)
+    everyone = tell_each_other(marks, hosts)
+    for name in everyone[0]:
+        found = {each.get(name) for each in everyone}
+        forms = {mark and mark[:2] for mark in found}
+        if len(found) > 1 and len(forms) == 1:
+            value = whole[name].detach().cpu()
+            copy_from(value, hosts)
             with torch.no_grad():
                 whole[name].copy_(value)
 
@@ -56,7 +57,7 @@ def _mark_of(tensor: torch.Tensor) -> Mark:
     values = tensor.detach()
     if values.dtype in _ADDED_UP:
         return tuple(tensor.shape), tensor.dtype, str(values.sum(dtype=torch.float64).item())
-    return tuple(tensor.shape), tensor.dtype, str(zlib.crc32(as_bytes(values.cpu().contiguous()).numpy().tobytes()))
+    return tuple(tensor.shape), tensor.dtype, str(checksum(values))
 
 
 _ADDED_UP = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
