@@ -57,7 +57,7 @@ from lightning_pfo.strategy.trainer.compat import (
     move_optimizers,
     set_device_mesh,
 )
-from lightning_pfo.strategy.trainer.logged.compat import logs_by
+from lightning_pfo.strategy.trainer.logged.compat import keep_results_where_they_are, logs_by
 from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimization
 from lightning_pfo.strategy.trainer.precision import adapt_to_pipeline, check_unscaled
 from lightning_pfo.strategy.trainer.signals import SignalsAtBatchEnd
@@ -326,6 +326,7 @@ class PfoPipelineStrategy(StepStrategy):
         compute_for_bars(trainer, self._patches)
         refuse_missing_values(self._patches)
         logs_by(log_in_step, self._patches)
+        keep_results_where_they_are(self._patches)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._patches.set(loop, "inference_mode", False)  # what a step writes into is made in hooks, too
         path = self.broadcast(self._restore.path)

@@ -32,10 +32,10 @@ from lightning_pfo.strategy.step.batches.rules import OF_NUMBERS, Rule, Rules, m
 from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
-    holds_tensors,
     join_samples,
     num_samples,
     parts_of,
+    taken_apart,
 )
 from lightning_pfo.strategy.step.batches.weights import shares_of
 
@@ -128,7 +128,7 @@ def _merge(values: list[Any], how: _Merger, path: str) -> Any:
 
 
 def _merge_parts(values: list[Any], how: _Merger, path: str) -> Any:
-    taken_apart = [parts_of(value, objects=holds_tensors(value)) for value in values]
+    taken_apart = [taken_apart(value) for value in values]
     first = taken_apart[0]
     if first is None or any(parts is None or parts.names != first.names for parts in taken_apart):
         return _as_they_are(values, how, path)
@@ -235,7 +235,7 @@ def _sizes_in(value: Any, batch_dim: int) -> set[int]:
     if has_samples(value):
         size = num_samples(value, batch_dim)
         return set() if size is None else {size}
-    parts = parts_of(value, objects=holds_tensors(value))
+    parts = taken_apart(value)
     return set() if parts is None else {size for part in parts.values for size in _sizes_in(part, batch_dim)}
 
 

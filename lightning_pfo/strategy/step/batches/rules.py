@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pfo.strategy.step.batches.structures import holds_tensors, parts_of
+from lightning_pfo.strategy.step.batches.structures import taken_apart
 
 Rule = str | int
 """Numbers: `sum`, `mean` (where a sum would be expected), `first` (they are equal), `largest`, `least`, `begin` (that
@@ -186,7 +186,7 @@ class Rules:
             self._of_sizes.setdefault((path, form, size), rule)
             self._of_forms.setdefault((path, form), rule)
         if rule == "parts":
-            of_values = [parts_of(value, objects=holds_tensors(value)) for value in found]
+            of_values = [taken_apart(value) for value in found]
             named = [dict(zip(parts.names, parts.values, strict=True)) for parts in of_values if parts is not None]
             for name in named[0] if len(named) == len(found) else ():
                 if all(name in parts for parts in named):
@@ -199,7 +199,7 @@ def form_of(value: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
         if value.layout == torch.strided and value.numel() <= _KNOWN and is_known(value):
             return value.detach().cpu().clone()
         return torch.empty(tuple(value.shape), dtype=value.dtype, device="meta")
-    parts = parts_of(value, objects=holds_tensors(value))
+    parts = taken_apart(value)
     return value if parts is None else parts.rebuild([form_of(part, is_known) for part in parts.values])
 
 

@@ -68,6 +68,12 @@ def parts_of(value: Any, *, objects: bool = False) -> Parts | None:
     )
 
 
+def taken_apart(value: Any) -> Parts | None:
+    """The same, where objects that hold tensors are containers of their attributes too; see `holds_tensors`."""
+    parts = parts_of(value)
+    return parts_of(value, objects=True) if parts is None and holds_tensors(value) else parts
+
+
 def _attributes_of(value: Any, *, objects: bool) -> list[str]:
     """Names of fields first, then those of what is not a field."""
     if isinstance(value, (type, nn.Module, torch.Tensor, np.ndarray)):
@@ -130,7 +136,7 @@ def leaves_of(value: Any, path: str = "batch", _around: frozenset[int] = frozens
     """
     parts = None
     if type(value) not in PLAIN and not has_samples(value) and id(value) not in _around:
-        parts = parts_of(value, objects=holds_tensors(value))
+        parts = taken_apart(value)
     if parts is None:
         yield path, value
         return

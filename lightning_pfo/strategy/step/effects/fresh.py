@@ -17,7 +17,7 @@ import torch
 
 from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.parallel.compat import change_mark, tree_map_only
-from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, holds_tensors, parts_of
+from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, taken_apart
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH, note_call
 
 Name: TypeAlias = tuple[str, Any]
@@ -113,6 +113,8 @@ def put(batch: Any, path: Sequence[Name], value: Any) -> None:
 
 def _items_of(value: Any) -> Iterator[tuple[Name, Any]]:
     """The parts of a container, each with how it is reached from there."""
+    if isinstance(value, torch.Tensor):  # most are
+        return
     if isinstance(value, Mapping):
         for key in list(value.keys()):  # of a TensorDict too
             if (part := value[key]) is value[key]:  # others make it when they are asked
@@ -122,7 +124,7 @@ def _items_of(value: Any) -> Iterator[tuple[Name, Any]]:
         for index, part in enumerate(() if is_long else value):
             yield ("item", index), part
     elif type(value) not in PLAIN and not has_samples(value):
-        parts = parts_of(value, objects=holds_tensors(value))
+        parts = taken_apart(value)
         for name, part in () if parts is None else zip(parts.names, parts.values, strict=True):
             yield ("attribute", name[1:]), part
 
@@ -149,7 +151,7 @@ def anew(value: Any, *, copies: bool) -> Any:
         return value.clone() if copies else value
     if has_samples(value):
         return copy.deepcopy(value) if copies else copy.copy(value)
-    parts = parts_of(value, objects=holds_tensors(value))
+    parts = taken_apart(value)
     if parts is None:
         return value
     try:

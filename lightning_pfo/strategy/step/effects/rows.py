@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.parallel.compat import tensors_of
-from lightning_pfo.strategy.step.batches.structures import PLAIN, holds_tensors, leaves_of, parts_of
+from lightning_pfo.strategy.step.batches.structures import PLAIN, leaves_of, taken_apart
 
 Dimensions = dict[str, int]
 """The dimension in which tensors have rows, by the place of each in a value."""
@@ -149,7 +149,7 @@ def _part_of(rows: Rows, start: int, number: int) -> Any:
     def part(value: Any, place: str) -> Any:
         if place in rows.dimensions:
             return value.narrow(rows.dimensions[place], start, number)
-        parts = None if type(value) in PLAIN else parts_of(value, objects=holds_tensors(value))
+        parts = None if type(value) in PLAIN else taken_apart(value)
         if parts is None:
             return value
         return parts.rebuild([part(v, place + name) for name, v in zip(parts.names, parts.values, strict=True)])
