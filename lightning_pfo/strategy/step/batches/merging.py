@@ -128,11 +128,11 @@ def _merge(values: list[Any], how: _Merger, path: str) -> Any:
 
 
 def _merge_parts(values: list[Any], how: _Merger, path: str) -> Any:
-    taken_apart = [taken_apart(value) for value in values]
-    first = taken_apart[0]
-    if first is None or any(parts is None or parts.names != first.names for parts in taken_apart):
+    of_values = [taken_apart(value) for value in values]
+    first = of_values[0]
+    if first is None or any(parts is None or parts.names != first.names for parts in of_values):
         return _as_they_are(values, how, path)
-    columns = zip(*(parts.values for parts in taken_apart if parts is not None), strict=True)
+    columns = zip(*(parts.values for parts in of_values if parts is not None), strict=True)
     return first.rebuild(
         [_merge(list(column), how, path + name) for name, column in zip(first.names, columns, strict=True)]
     )
