@@ -315,6 +315,8 @@ def main():
     x, labels = data()
     later = [(x, labels)] * 15 + [(x, labels.masked_fill(torch.arange(8) % 3 == 0, PADDING))]
     results["mask later"] = run_case(layers, masked, {}, batches=later * 4)
+    soon = [(x, labels)] * 3 + [(x, labels.masked_fill(torch.arange(8) == 0, PADDING))]
+    results["mask soon"] = run_case(layers, masked, {}, batches=soon * 2)
     results["noise later"] = run_case(layers, noisy, {}, steps=16)
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()

@@ -32,12 +32,10 @@ _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
 _NEWS = 4
 """So many later ones, in which something is left or logged that was not before; so many whose loss is made anew."""
-_LATER = frozenset(4**power for power in range(2, 16))
-"""Numbers of the training batches that are compared again: 16, 64, 256 and so on."""
-
-
-_AGAIN = _LATER | {4}
-"""Those of evaluations, which take no memory beside, and of all where a number was 0 in the batches before."""
+_AGAIN = frozenset(4**power for power in range(1, 16))
+"""Numbers of the batches that are compared again: 4, 16, 64, 256 and so on."""
+_FEW = 2
+"""So many microbatches are compared in the fourth training batch: with all, it might take more memory than training."""
 _STATE = (
     "This step keeps something for the next batch, and each microbatch finds all of it: a state is divided where its "
     "tensors have a row for each sample. With num_microbatches=1 and schedule='gpipe' it is that of one device."
@@ -125,8 +123,8 @@ class Comparison:
         """Whether losses and numbers of a step may be others by now, or there was nothing to tell by."""
         number = self._number[source]
         if source[0] == "train":
-            is_later = number in _LATER and self._looks_later and not self._runner.batching.joins_microbatches
-            return is_later or (source in self._untold and number in _AGAIN)
+            is_later = self._looks_later and not self._runner.batching.joins_microbatches
+            return number in _AGAIN and (is_later or source in self._untold)
         ways = 0 if self._divided else min(len(self._runner.rules.ways), _NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
         return ways > before or number in _AGAIN
@@ -299,7 +297,8 @@ class Comparison:
         most = 0
         counts = any(self._engine.all_gather(bool(self._rehearsal.grown), everywhere=self._rehearsal.everywhere))
         if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training or counts):
-            most = self._rehearsal.most()
+            is_soon = is_training and is_late and not self._has_run and self._number[first.source] == min(_AGAIN)
+            most = _FEW if is_soon else self._rehearsal.most()
         if whole is not None:  # the end of the step has all of the batch in any case
             most = num_microbatches * bool(by_parts)
         run = self._rehearsal.in_one_piece(first, by_parts, most, whole)
@@ -314,7 +313,7 @@ class Comparison:
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
             distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
-            is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _LATER
+            is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _AGAIN
             number = self._number_trained if is_training and is_again else 0
             others = self._labels.choose(first, parts, pairs, distance, number)
         losses = [_losses_of(pair) for pair in pairs] if is_training else []

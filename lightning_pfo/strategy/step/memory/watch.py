@@ -12,8 +12,8 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
 
-_MEASURED_STEP = 3
-"""From the begin of this training step to that of the next is measured; batches are compared no more by then."""
+_MEASURED_STEP = 4
+"""From the begin of this training step, the fifth, to that of the next is measured: neither batch is compared."""
 _WORTH_IT = 16 << 20
 """So many bytes of parameters are enough for a report, which takes some tenths of a second."""
 
