@@ -591,6 +591,41 @@ class Idioms(Base):
         }
 
 
+class Ratios(Base):
+    """What is logged of counts that a step keeps, from one batch to the next; in the second each part has one hit."""
+
+    HITS = [True, True, False, True, False, False, True, False, True, False, False, True, False, False, True, False]
+
+    def __init__(self):
+        super().__init__()
+        self.hits = self.seen = 0
+        self.total, self.of_hits, self.by_batch = 0.0, torch.tensor(0.0), []
+
+    def note(self, x, output, batch_idx):
+        is_hit = torch.tensor([self.HITS[int((row == DATA).all(1).nonzero()) % 16] for row in x])
+        losses = output.square().mean(1).detach()
+        self.hits += int((is_hit & (output[:, 0] > -9)).sum())
+        self.seen += len(x)
+        self.total += losses.sum().item()
+        self.of_hits = self.of_hits + losses[is_hit].sum()
+        self.log("accuracy", self.hits / self.seen)
+        self.log("error", 1 - self.hits / self.seen)
+        self.log("percentage", 100 * self.hits / self.seen)
+        self.log("average", self.total / self.seen)
+        self.log("of_hits", self.of_hits / max(self.hits, 1))
+        self.log("perplexity", math.exp(self.total / self.seen))
+        self.log("total", self.total)
+        self.log("of_batch", is_hit.float().mean())
+        self.log("loss", losses.mean())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
+        self.by_batch.append([logged, self.hits, self.seen, self.total, float(self.of_hits)])
+
+    def found(self):
+        return self.by_batch
+
+
 class Texts(Base):
     """Texts and truth values, of samples and of all of them; of losses there are as many as on one device."""
 
@@ -971,6 +1006,7 @@ CASES = {
     "lengths": Lengths,
     "by_class": ByClass,
     "idioms": Idioms,
+    "ratios": Ratios,
     "texts": Texts,
     "reads_logged": ReadsLogged,
     "evaluates": Evaluates,

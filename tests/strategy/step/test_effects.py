@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.outward.calls import Outlets, redirected
 from lightning_pfo.strategy.step.effects.parcel import pack, unpack
@@ -71,6 +72,26 @@ def test_microbatches_change_a_module_as_their_batch_does():
     for name in ("text", "none"):  # of what has no merged form, the last one stays; numbers are averaged
         found.pop(name), wanted.pop(name)
     assert repr(found) == repr(wanted)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hits, self.seen, self.total = 3, 4, 1.0
+
+
+@pytest.mark.parametrize("hits", [(1, 1), (1, 0, 1)])
+def test_sums_beside_a_count_of_samples_are_sums_where_each_part_has_one_hit_and_where_some_have_none(hits):
+    module, rules, changes = Counting(), Rules(), []
+    rules.learn("self.hits as it grows", 1, 2, 1, 3)
+    attributes = Attributes(module)
+    for hit in hits:
+        module.hits, module.seen = module.hits + hit, module.seen + 2
+        module.total = module.total + 0.5 * hit if hit else module.total
+        changes.append(attributes.take_changes())
+    number = len(hits)
+    attributes.apply(attributes.merged(changes, (2,) * number, (1 / number,) * number, rules))
+    assert (module.hits, module.seen, module.total) == (5, 4 + 2 * number, 2.0)
 
 
 def test_large_changes_are_left_where_they_are(caplog):

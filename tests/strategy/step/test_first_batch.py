@@ -141,7 +141,8 @@ def test_a_mask_that_comes_later_is_told_of_once_by_the_first_rank(ranks):
     assert re.match(r"The loss of training batch 16 is .* different weights in it", said)
     assert f"which is {first['losses'][15]:.6g} " in said
     (said,) = ranks[0]["mask soon"]["said"]
-    assert said.startswith("The loss of training batch 4 is ") and "(the first 2 of 4)" in said
+    assert said.startswith("The loss of training batch 4 is ")
+    assert "(the first 2 of 4)" in said
     assert ranks[0]["noise later"]["said"] == ranks[1]["noise later"]["said"] == []
 
 

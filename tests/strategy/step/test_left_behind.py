@@ -26,6 +26,7 @@ CASES = (
     "lengths",
     "by_class",
     "idioms",
+    "ratios",
     "texts",
     "reads_logged",
     "evaluates",

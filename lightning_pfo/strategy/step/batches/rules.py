@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -77,7 +78,8 @@ class Rules:
     another batch. For a size that was not seen yet one looks again; if that tells nothing, the rule of others holds.
 
     Attributes:
-        candidates: Which counts of the step what is logged at a place was so far in each batch; see `totals`.
+        candidates: Of which counts of the step what is logged at a place was made so far in each batch; see `totals`.
+        tells_nothing: In how many batches nobody could tell.
     """
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class Rules:
         self._looks = 0
         self._samples = 0
         self.candidates: dict[str, frozenset[Any]] = {}
+        self.tells_nothing: Counter[str] = Counter()
 
     @contextmanager
     def comparing(self, look: Callable[[], object] | None, samples: int = 0) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pfo.strategy.model.reach.places import Path
+from lightning_pfo.strategy.model.reach.places import Path, named
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import CHOSEN, Rules, merged_by
@@ -61,6 +61,7 @@ class Merge:
         weights = shares_of([self._weights[index] for index in indices], (1,) * len(indices))
         merge = Merge([self.sizes[index] for index in indices], weights)
         merge._are_some = True
+        merge._sums = self._sums
         return merge
 
     def compares(self, place: str, like: Any) -> bool:
@@ -70,14 +71,19 @@ class Merge:
         return self._rules.of(place + GROWN, int(like) if type(like) is bool else like, ask=False) in CHOSEN
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
-        """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches."""
+        """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches.
+
+        What grows by 1 in each microbatch counts batches, unless it is known to be added up: there may be one hit each.
+        """
         counts: dict[Path, set[tuple[int, ...]]] = {}
+        alike = (1,) * len(self.sizes)
         for path in changes[0] if changes else ():
             values = [each[path][1] for each in changes if path in each]
             before = before_of(path)
             if type(before) is int and all(type(value) is int for value in values):
-                counts.setdefault(path[:-1], set()).add(tuple(value - before for value in values))
-        alike = (1,) * len(self.sizes)
+                growth = tuple(value - before for value in values)
+                if growth != alike or self._rules.of(named(path) + GROWN * bool(before), 1) != "sum":
+                    counts.setdefault(path[:-1], set()).add(growth)
         self._sums = {path for path, each in counts.items() if self.sizes in each and alike not in each}
         if max(self.sizes) == 1:
             self._sums = set()

@@ -16,15 +16,18 @@ import torch
 from lightning_pfo.strategy.step.batches.rules import Rule, Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 from lightning_pfo.strategy.step.first_batch.losses import apart
+from lightning_pfo.strategy.step.metrics.totals import OF_TOTALS
 from lightning_pfo.strategy.step.outcome import Numbers, StepRun
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
 _LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many roundings
 _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
+_MADE_OF_COUNTS = "made of counts"
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
     "mean": {"": "mean", GROWN: "mean"},
     "mean over samples": {"": "samples", GROWN: "mean"},
+    _MADE_OF_COUNTS: {"": OF_TOTALS, GROWN: None},
     "sum anew": {"": "sum", GROWN: None, SET: "sum"},
     "largest": {"": "largest", GROWN: "largest"},
     "least": {"": "least", GROWN: "least"},
@@ -148,6 +151,12 @@ class NumberCheck:
         for place, names in self.open.items():
             self._set(place, names[0])
         unfit = {place: said for place, said in wrong.items() if place not in self.open}
+        if unfit and self.open:  # they may be made of numbers of which the rules are known by now
+            for place in unfit:
+                self._set(place, _MADE_OF_COUNTS)
+            still, _ = differing()
+            self.open |= {place: [_MADE_OF_COUNTS] for place in unfit if place not in still}
+            unfit = {place: said for place, said in unfit.items() if place in still}
         for place in nearly.keys() & unfit.keys():  # as the least loss so far: nearer than what no batch has
             self._set(place, nearly[place])
         self.unfit |= set(unfit)
