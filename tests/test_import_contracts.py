@@ -161,6 +161,10 @@ MAY_KNOW = {
             "strategy.step.whole",
         ),
     },
+    "strategy.step.first_batch.differences": {
+        *("strategy.parallel", "strategy.step.batches", "strategy.step.effects", "strategy.step.outcome"),
+        "strategy.step.whole",
+    },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},
     "strategy.model.reach": {

@@ -29,8 +29,8 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
+from lightning_pfo.strategy.step.first_batch.differences.slopes import Slopes
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
-from lightning_pfo.strategy.step.first_batch.slopes import Slopes
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics

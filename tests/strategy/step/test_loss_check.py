@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from lightning_pfo.strategy.step.first_batch.losses import (
+from lightning_pfo.strategy.step.first_batch.differences.losses import (
     Losses,
     apart,
     describe,
@@ -12,7 +12,7 @@ from lightning_pfo.strategy.step.first_batch.losses import (
     is_no_weighted_mean,
     no_weights_explain,
 )
-from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
+from lightning_pfo.strategy.step.first_batch.differences.rounding import rounds_products, tolerance_of, types_noted
 
 FP32 = tolerance_of([torch.float32])
 

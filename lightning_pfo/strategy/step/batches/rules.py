@@ -29,6 +29,8 @@ numbers of which nothing is known), `counts` (such integers), or one for numbers
 `begin`, `end`, or `apart`: that of both as one batch is another."""
 OF_NUMBERS = frozenset(("sum", "mean", "first", "largest", "least", "begin", "end", "fixed", "counts"))
 """Rules that say something of numbers, and of tensors and arrays of them."""
+OF_TOTALS = "totals"
+"""The rule of what is logged and made of counts that the step keeps, also in the batch with which they begin."""
 CHOSEN = ("largest", "least", "begin", "end")
 """Those that take one of the numbers."""
 _log = logging.getLogger(__name__)

@@ -15,14 +15,22 @@ from lightning_pfo.strategy.step.batches.notices import trial
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.weights import Labels
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.first_batch import slopes
+from lightning_pfo.strategy.step.first_batch.differences import slopes
+from lightning_pfo.strategy.step.first_batch.differences.losses import (
+    apart,
+    describe,
+    differ,
+    no_weights_explain,
+)
+from lightning_pfo.strategy.step.first_batch.differences.numbers import NumberCheck, describe_changed
+from lightning_pfo.strategy.step.first_batch.differences.numbers import describe as describe_numbers
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, losses_of
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
-from lightning_pfo.strategy.step.first_batch.losses import Losses, apart, describe, differ, no_weights_explain
-from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair, describe_changed
-from lightning_pfo.strategy.step.first_batch.numbers import describe as describe_numbers
+from lightning_pfo.strategy.step.first_batch.news import MOST_NEWS, News
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
+from lightning_pfo.strategy.step.first_batch.states import StateCheck
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.outcome import Numbers, Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.values import ValueExchange
 
@@ -30,16 +38,10 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TRIES = 3
 """So many batches are looked at, where the first does not tell all."""
-_NEWS = 4
-"""So many later ones, in which something is left or logged that was not before; so many whose loss is made anew."""
 _AGAIN = frozenset(4**power for power in range(1, 16))
 """Numbers of the batches that are compared again: 4, 16, 64, 256 and so on."""
 _FEW = 2
 """So many microbatches are compared in the fourth training batch: with all, it might take more memory than training."""
-_STATE = (
-    "This step keeps something for the next batch, and each microbatch finds all of it: a state is divided where its "
-    "tensors have a row for each sample. With num_microbatches=1 and schedule='gpipe' it is that of one device."
-)
 _SECOND = 2
 """That in which a step finds what it has left, as the state of a recurrent network."""
 
@@ -73,6 +75,7 @@ class Comparison:
         self._divided = divided
         self._rehearsal = Rehearsal(runner, compiled=compiled)
         self._labels = LabelChoice(runner, self._rehearsal, divided=divided)
+        self._states = StateCheck(runner, self._rehearsal, self._labels)
         self._tries: dict[Source, int] = {}
         self._number: Counter[Source] = Counter()
         self._untold: set[Source] = set()
@@ -84,9 +87,8 @@ class Comparison:
         self._is_compared = False
         self._has_run = False
         self._are_slopes_known = False
-        self._places: dict[Source, set[Any]] = {}
         self._ways: defaultdict[Source, int] = defaultdict(lambda: 1)
-        self._news: defaultdict[tuple[Source, bool], int] = defaultdict(lambda: _NEWS)
+        self._news = News()
 
     def check(self, first: StepOnBatch) -> None:
         """Compare for one batch, if it is one of the first of its kind and loader.
@@ -125,7 +127,7 @@ class Comparison:
         if source[0] == "train":
             is_later = self._looks_later and not self._runner.batching.joins_microbatches
             return number in _AGAIN and (is_later or source in self._untold)
-        ways = 0 if self._divided else min(len(self._runner.rules.ways), _NEWS)  # of random layers there are many
+        ways = 0 if self._divided else min(len(self._runner.rules.ways), MOST_NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
         return ways > before or number in _AGAIN
 
@@ -157,20 +159,10 @@ class Comparison:
             outcome: What has come of it, on the last rank.
             units: How often units were called, where the step was traced anew.
         """
-        places = {*outcome["changes"], *(name for name, *_ in outcome["logged"]), *([units] if units else ())}
-        known = self._places.setdefault(of.source, set())
-        new = {*places, outcome["way"]} - known
-        if not new:
-            return False
-        known |= new
+        news = self._news.of(of, outcome, units)
         is_one = of.phase or of.by_units or len(of.parts) == 1
         is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
-        # ways of random layers are many, and must not keep others from being looked at
-        kind = of.source, new == {outcome["way"]}
-        if self._is_compared or is_one or not self._news[kind]:
-            return False
-        self._news[kind] -= 1
-        return True
+        return not (news is None or self._is_compared or is_one) and self._news.are_to_be_looked_at(news)
 
     def check_news(self, of: StepOnBatch) -> None:
         """Compare a batch that was run already; a collective call of the pipeline, with divided layers of all."""
@@ -234,55 +226,16 @@ class Comparison:
             return
         self._agree()
         self._rehearsal.everywhere = True
-        with self._rehearsal.aside():
-            said = self._compare_state(of)
+        said = self._states.said(of, self._number_trained, self._name_of(of))
         found = sorted({text for text in engine.all_gather(said, everywhere=True) if text})
         self._looks_later = not found
         if found and engine.is_speaker:
             _log.warning(found[0])
 
-    def _compare_state(self, of: StepOnBatch) -> str:
-        """What to say of a loss that is another one than on one device; nothing if rows of the state make it equal."""
-        with self._rehearsal.silent(True):
-            is_known, pairs, is_equal = self._pairs_of_losses(of)
-            if not is_equal and of.rows.divide():
-                self._runner.programs.forget()
-                *_, is_equal = self._pairs_of_losses(of)
-                if is_equal:
-                    return ""
-                of.rows.give_up()
-                self._runner.programs.forget()
-        if not is_known:
-            self._pairs_of_losses(of)  # says why
-        tolerance = self._rehearsal.tolerance()
-        losses = list(map(_losses_of, pairs))
-        if is_equal or not (losses and differ(losses, tolerance)):
-            return ""  # another may be that of another replica
-        return f"{describe(losses, len(of.parts), tolerance, self._name_of(of))} {_STATE}"
-
     def _changed(self, check: NumberCheck, of: StepOnBatch, weighed_by: Labels | None) -> list[str]:
         """What to say of numbers that are put together otherwise than in earlier batches; nothing by new weights."""
         is_known = self._runner.rules.labels(of.source) == weighed_by  # what was alike before is so by both
         return [describe_changed(check.changed)] if check.changed and is_known else []
-
-    def _pairs_of_losses(self, of: StepOnBatch) -> tuple[bool, list[Pair], bool]:
-        """Whether a batch ran, what its microbatches come to, on the last rank, and whether losses are equal."""
-        by_parts = self._rehearsal.run(of, of.parts, 0)
-        run = self._rehearsal.in_one_piece(of, by_parts, self._rehearsal.most() if by_parts else 0)
-        if run is None:
-            return False, [], False
-        parts, pairs, _ = run
-        tolerance = self._rehearsal.tolerance()
-        self._labels.choose(of, parts, pairs, partial(_are_other, tolerance=tolerance), number=self._number_trained)
-
-        def are_other() -> bool:
-            return any(self._rehearsal.tell(_are_other(pairs, tolerance=self._rehearsal.tolerance())))
-
-        is_other = are_other()
-        if is_other:
-            self._rehearsal.draw_again(of, parts, pairs, None)
-            is_other = are_other()
-        return True, pairs, not is_other
 
     def _compare(self, first: StepOnBatch, *, is_late: bool) -> list[_Said]:
         """What to say; nothing on all ranks but the last."""
@@ -312,18 +265,18 @@ class Comparison:
         weighed_by = self._runner.rules.labels(first.source)
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
-            distance = partial(_are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
+            distance = partial(are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
             is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _AGAIN
             number = self._number_trained if is_training and is_again else 0
             others = self._labels.choose(first, parts, pairs, distance, number)
-        losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        losses = [losses_of(pair) for pair in pairs] if is_training else []
         is_other = bool(losses) and differ(losses, tolerance)
         if check is not None:
             is_other = is_other or (bool(pairs) and self._differ(check, pairs, tolerance))
         if any(self._rehearsal.tell(is_other)):
             self._rehearsal.draw_again(first, parts, pairs, whole)
         said: list[_Said] = []
-        losses = [_losses_of(pair) for pair in pairs] if is_training else []
+        losses = [losses_of(pair) for pair in pairs] if is_training else []
         is_error = no_weights_explain(losses, tolerance)
         if any(self._rehearsal.tell(is_error)):
             is_error = self._is_error_in_evaluation(first, parts, whole, tolerance) and is_error
@@ -375,7 +328,7 @@ class Comparison:
         if not self._rehearsal.evaluates:
             return False
         pairs = self._rehearsal.pair(first, parts, 1, whole, evaluates=True)
-        return no_weights_explain(list(map(_losses_of, pairs)), tolerance)
+        return no_weights_explain(list(map(losses_of, pairs)), tolerance)
 
     def _go_on(
         self, first: StepOnBatch, number: int, pairs: Sequence[Pair], check: NumberCheck, tolerance: float
@@ -429,15 +382,5 @@ def _tried(function: Callable[[], T]) -> T | None:
         return None
 
 
-def _are_other(pairs: Sequence[Pair], *, tolerance: float) -> bool:
-    return bool(pairs) and differ(list(map(_losses_of, pairs)), tolerance)
-
-
 def _number_unexplained(check: NumberCheck, pairs: Sequence[Pair], *, tolerance: float) -> int:
     return _tried(lambda: check.number_unexplained(pairs, tolerance)) or 0
-
-
-def _losses_of(pair: Pair) -> Losses:
-    of_parts, (of_all,) = ([float(loss_in(result)) for result in run.results] for run in (pair.parts, pair.whole))
-    weights = pair.parts.recorder.weights if len(of_parts) > 1 else ()
-    return Losses(tuple(of_parts), of_all, tuple(weights))

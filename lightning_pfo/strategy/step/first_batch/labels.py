@@ -15,9 +15,9 @@ from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps, take_labels_away
 from lightning_pfo.strategy.step.effects.fresh import anew
-from lightning_pfo.strategy.step.first_batch.numbers import Pair
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
+from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, gap
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
-from lightning_pfo.strategy.step.first_batch.slopes import Compared, gap
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 

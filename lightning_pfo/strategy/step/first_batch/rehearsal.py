@@ -18,9 +18,9 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
-from lightning_pfo.strategy.step.first_batch.numbers import Pair
-from lightning_pfo.strategy.step.first_batch.rounding import rounds_products, tolerance_of, types_noted
-from lightning_pfo.strategy.step.first_batch.slopes import Compared, Slopes
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
+from lightning_pfo.strategy.step.first_batch.differences.rounding import rounds_products, tolerance_of, types_noted
+from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, Slopes
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole

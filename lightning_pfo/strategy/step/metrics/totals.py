@@ -16,14 +16,12 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
-from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, Rules
 from lightning_pfo.strategy.step.effects.merge import Changes
 
 Totals: TypeAlias = Callable[[str, Mapping[int, Any], Rules], float | None]
 """Gives for a place what the batch has logged there, of what microbatches have; None where that is made of no count."""
 
-OF_TOTALS = "totals"
-"""The rule of what is made of counts also in the batch with which they begin."""
 _TRIES = 8
 """So many batches may tell nothing."""
 _MOST = 8

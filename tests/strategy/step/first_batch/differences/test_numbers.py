@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
-from lightning_pfo.strategy.step.first_batch.numbers import NumberCheck, Pair
+from lightning_pfo.strategy.step.first_batch.differences.numbers import NumberCheck
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 
 PLACE = "self.best"
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_pfo.strategy.step.batches.rules import Rule, Rules
+from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, Rule, Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
-from lightning_pfo.strategy.step.first_batch.losses import apart
-from lightning_pfo.strategy.step.metrics.totals import OF_TOTALS
-from lightning_pfo.strategy.step.outcome import Numbers, StepRun
+from lightning_pfo.strategy.step.first_batch.differences.losses import apart
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
+from lightning_pfo.strategy.step.outcome import Numbers
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
 _LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many roundings
@@ -38,14 +38,6 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
 _NAMED = 5
 """Of more numbers only the first are named."""
 _PUT_TOGETHER = "Numbers that a step leaves, returns or logs are put together from those of its microbatches."
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A batch that was run by microbatches and in one piece, by one draw of random numbers."""
-
-    parts: StepRun
-    whole: StepRun
 
 
 Situation = Sequence[Pair]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.step.first_batch.slopes import Compared, Slopes, gap
+from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, Slopes, gap
 from tests.quiet import QUIET
 
 SAID = "its gradients are not the mean of theirs"

@@ -1,0 +1,1 @@
+"""What differs between microbatches and their batch in one piece, of two runs: losses, other numbers, slopes."""
