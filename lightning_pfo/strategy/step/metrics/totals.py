@@ -101,8 +101,9 @@ def totals_in(changes: Sequence[Changes], of_batch: Changes, value_at: Callable[
         if rules.of(place, 0.0, ask=False) != OF_TOTALS:
             # of what begins with 0 other rules tell as well, and it may be equal to another number by chance there
             left = frozenset(each for each in left if all(before(path) for path in each.counts))
-        # others are means, as those of what they are made of are
-        left = frozenset(each for each in left if all(map(adds_up, each.counts)))
+        # others are means, as those of what they are made of are; two that grow alike make any constant
+        goes_on = {each for each in left if any(not _is_close(each.of(before), value) for value in values.values())}
+        left = frozenset(each for each in left & goes_on if all(map(adds_up, each.counts)))
         return min(left, key=_likelier).of(in_batch) if left else None
 
     return total
