@@ -204,21 +204,26 @@ class Programs:
         """Trace all forms anew: the step finds something else."""
         self._known.clear()
 
-    def left_by(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Left | None:
+    def left_by(
+        self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool, on_zeros: bool = True
+    ) -> Left | None:
         """What a step leaves, by a trace of it; None if it does not run to its end.
 
         Args:
             step: Runs the step.
             seed: What random numbers of the step derive from.
             train: Whether gradients flow.
+            on_zeros: Whether zeros stand for what layers compute, if the step runs on these; else other numbers do.
         """
         left = Left()
-        return left if self.trace(step, seed, left, train=train).failure is None else None
-
-    def trace(self, step: Callable[[], Any], seed: tuple[int, ...], left: Left | None = None, *, train: bool) -> Trace:
-        """Trace a step on this rank alone; `left` takes what it leaves."""
         with torch.set_grad_enabled(train):
-            return self._trace_once(step, seed, left)
+            trace = self._trace_once(step, seed, left, on_zeros=on_zeros)
+        return left if trace.failure is None else None
+
+    def trace(self, step: Callable[[], Any], seed: tuple[int, ...], *, train: bool) -> Trace:
+        """Trace a step on this rank alone."""
+        with torch.set_grad_enabled(train):
+            return self._trace_once(step, seed)
 
     def before_end(self, part: Trace, whole: Trace) -> StepPrograms:
         """What stages do where the end of the step runs on the whole batch; see `Split.programs_before_end`."""
@@ -303,6 +308,8 @@ class Programs:
         seed: tuple[int, ...],
         left: Left | None = None,
         weights: Sequence[Place] = (),
+        *,
+        on_zeros: bool = True,
     ) -> Trace:
         return trace_untouched(
             self._owner,
@@ -314,6 +321,7 @@ class Programs:
             left,
             weights=weights or self._weights,
             follows_weights=self._split.follows_weights,
+            on_zeros=on_zeros,
         )
 
 

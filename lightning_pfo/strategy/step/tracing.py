@@ -42,6 +42,7 @@ def trace_untouched(
     *,
     weights: Sequence[Place] = (),
     follows_weights: bool = True,
+    on_zeros: bool = True,
 ) -> Trace:
     """Trace a step of which nothing remains: no attribute, buffer, log, random number or entry of a cache.
 
@@ -59,6 +60,7 @@ def trace_untouched(
         left: Takes what it leaves, in form.
         weights: Parameters that are followed from the begin; see `trace_step`.
         follows_weights: Whether those of layers may be followed that the step uses by themselves.
+        on_zeros: Whether zeros stand for what layers compute; else other numbers do, at once.
     """
 
     def traced(selected: Selected, rising: bool, weights: Sequence[Place]) -> Trace:
@@ -75,7 +77,8 @@ def trace_untouched(
         return trace
 
     failed: list[Trace] = []
-    for selected, rising in ((Selected.ALL, False), (Selected.BY_VALUES, False), (Selected.ALL, True)):
+    ways = ((Selected.ALL, False), (Selected.BY_VALUES, False), (Selected.ALL, True))
+    for selected, rising in ways if on_zeros else ways[-1:]:
         if selected is Selected.BY_VALUES and not failed[0].has_sizes:
             continue
         trace = traced(selected, rising, weights)

@@ -598,13 +598,20 @@ class Ratios(Base):
 
     def __init__(self):
         super().__init__()
-        self.hits = self.seen = 0
+        self.hits = self.seen = self.counted = self.items = self.latest = 0
+        self.kept = {"items": 0}
         self.total, self.of_hits, self.by_batch = 0.0, torch.tensor(0.0), []
 
     def note(self, x, output, batch_idx):
         is_hit = torch.tensor([self.HITS[int((row == DATA).all(1).nonzero()) % 16] for row in x])
         losses = output.square().mean(1).detach()
         self.hits += int((is_hit & (output[:, 0] > -9)).sum())
+        # on zeros, as in a trace, the last of these are no hits
+        known = (is_hit & ((output[:, 0].abs() > 1e-9) | (x[:, 0] > 0))).sum()
+        self.counted += int(known)
+        self.items += known.item()
+        self.kept["items"] += known.item()
+        self.latest = known.item()
         self.seen += len(x)
         self.total += losses.sum().item()
         self.of_hits = self.of_hits + losses[is_hit].sum()
@@ -621,6 +628,7 @@ class Ratios(Base):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         logged = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         self.by_batch.append([logged, self.hits, self.seen, self.total, float(self.of_hits)])
+        self.by_batch.append([self.counted, self.items, self.kept["items"], self.latest])
 
     def found(self):
         return self.by_batch

@@ -162,7 +162,7 @@ class Rules:
         """Let those be as they were."""
         self._by_values = before
 
-    def learn(self, path: str, first: Any, second: Any, small: Any, large: Any) -> None:
+    def learn(self, path: str, first: Any, second: Any, small: Any, large: Any, other: Any = None) -> None:
         """Compare what is at one place.
 
         Args:
@@ -171,14 +171,15 @@ class Rules:
             second: What the second has.
             small: What a trace of the first leaves, see `form_of`.
             large: What a trace of both as one batch leaves.
+            other: What a trace of the second leaves, with other numbers for what layers compute; None: nobody knows.
         """
         found = (first, second, small, large)
-        if any(type(value) is not type(first) for value in found):
+        if any(type(value) is not type(first) and not _is_marked(value, first) for value in found):
             return
         if isinstance(first, (torch.Tensor, np.ndarray)):
             rule = _rule_of_tensors(*map(torch.as_tensor, found))
         elif isinstance(first, (int, float, np.number)):
-            rule = None if isinstance(first, bool) else _rule_of_numbers(first, second, small, large)
+            rule = None if isinstance(first, bool) else _rule_of_numbers(first, second, small, large, other)
         elif isinstance(first, (str, bytes)):
             rule = _rule_of_texts(first, second, small, large)
         elif isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
@@ -191,11 +192,11 @@ class Rules:
             self._of_sizes.setdefault((path, form, size), rule)
             self._of_forms.setdefault((path, form), rule)
         if rule == "parts":
-            of_values = [taken_apart(value) for value in found]
-            named = [dict(zip(parts.names, parts.values, strict=True)) for parts in of_values if parts is not None]
-            for name in named[0] if len(named) == len(found) else ():
+            *named, others = (_named_parts(value) for value in (*found, other))
+            for name in named[0]:
                 if all(name in parts for parts in named):
-                    self.learn(path + name, *(parts[name] for parts in named))
+                    first, second, small, large = (parts[name] for parts in named)
+                    self.learn(path + name, first, second, small, large, others.get(name))
 
 
 def form_of(value: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
@@ -208,9 +209,21 @@ def form_of(value: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
     return value if parts is None else parts.rebuild([form_of(part, is_known) for part in parts.values])
 
 
-def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
+def _named_parts(value: Any) -> dict[str, Any]:
+    parts = taken_apart(value)
+    return {} if parts is None else dict(zip(parts.names, parts.values, strict=True))
+
+
+def _is_marked(number: Any, like: Any) -> bool:
+    """Whether a trace has given a number of a class of its own, as it does not know it: it follows from values."""
+    return type(like) in (int, float) and isinstance(number, type(like)) and not isinstance(number, bool)
+
+
+def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any, other: Any) -> Rule | None:
     is_count = isinstance(first, (int, np.integer))
-    if not math.isclose(small, first, rel_tol=1e-6):  # a trace does not know it
+    told = [(small, first), *([] if other is None else [(other, second)])]
+    # what stands for the values of layers may come to what they come to, such as how many labels are 0
+    if not all(type(one) is type(of) and math.isclose(one, of, rel_tol=1e-6) for one, of in told):
         return "sum" if is_count and min(small, large) >= 0 else None
     if first == second == large:
         return "first" if large else None  # nothing may be an index or a count

@@ -48,20 +48,26 @@ class Left:
         return found
 
 
-def learn(rules: Rules, *runs: Left) -> None:
-    """Compare what is left by the first microbatch, the second, a trace of the first, and a trace of both as one batch.
+def learn(rules: Rules, first: Left, second: Left, small: Left, large: Left, other: Left | None) -> None:
+    """Compare what microbatches leave with traces of them, which know what follows from the batch.
 
     Args:
         rules: What is known, to which more is added.
-        runs: These four.
+        first: What the first microbatch has left.
+        second: What the second has.
+        small: What a trace of the first leaves.
+        large: What a trace of both as one batch leaves.
+        other: What a trace of the second leaves, with other numbers for what layers compute; None: it did not run.
     """
+    runs = [first, second, small, large, *([] if other is None else [other])]
     rules.learn("output", *(beside_loss(run.output) for run in runs))
     if len({tuple(path for path, _, _ in run.calls) for run in runs}) == 1:
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
             rules.learn(place_of(index, alike[0]), *map(arguments_of, alike))
-    *_, small, large = runs
     of_all = [run.growth | run.logged_by_place() | run.sizes_by_place() for run in runs]
-    of_all[-1] |= _unchanged(small.growth, large.growth)
+    for found in of_all[2:]:  # it may have counted nothing
+        found |= _unchanged(first.growth, found)
+        found |= _unchanged(small.growth, found)
     for place in of_all[0]:
         if all(place in each for each in of_all):
             rules.learn(place, *(each[place] for each in of_all))

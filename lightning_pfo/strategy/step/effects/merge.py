@@ -65,10 +65,12 @@ class Merge:
         return merge
 
     def compares(self, place: str, like: Any) -> bool:
-        """Whether one of the numbers at a place is taken, so that those count too that were not changed."""
+        """Whether numbers at a place count too that were not changed: one is taken, or all are set and added up."""
         if isinstance(like, (str, bytes)):
             return self._rules.of(place, like) in CHOSEN
-        return self._rules.of(place + GROWN, int(like) if type(like) is bool else like, ask=False) in CHOSEN
+        number = int(like) if type(like) is bool else like
+        grown = self._rules.of(place + GROWN, number, ask=False)
+        return grown in CHOSEN or (grown is None and self._rules.of(place + SET, number, ask=False) == "sum")
 
     def find_sums(self, changes: Sequence[Changes], before_of: Callable[[Path], Any]) -> None:
         """Find the modules and objects whose floating-point numbers grow by the sum: they count samples, no batches.
@@ -195,7 +197,9 @@ class Merge:
     ) -> tuple[Any] | None:
         """Numbers put together by what is known of them; see `growth_of`."""
         if not may_grow:
-            return merged_by(self._rules.of(place, values[0], ask=ask), values)
+            rule = self._rules.of(place, values[0], ask=ask)
+            # from 0 on it grows as it does later
+            return merged_by(self._rules.of(place + GROWN, values[0], ask=False) if rule is None else rule, values)
         rule = self._rules.of(place + GROWN, growth[0], ask=ask)
         if rule in CHOSEN:  # what they have grown by is rounded
             return merged_by(rule, values)
@@ -263,7 +267,7 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
     is_array = isinstance(value, (torch.Tensor, np.ndarray))
     if type(value) is type(before) is bool:
         found: dict[str, Any] = {GROWN: value - before, SET: int(value)}
-    elif type(value) in (int, float):
+    elif isinstance(value, (int, float)) and type(value) is not bool:  # those of a trace are of classes of their own
         found = {GROWN: value - before, SET: value} if _is_finite(before) and before else {"": value}
     elif is_array and type(before) is type(value) and value.shape == before.shape and _is_number(before):
         is_known = isinstance(value, np.ndarray) or not value.is_meta

@@ -117,11 +117,18 @@ class KnownRules:
 
         def look() -> None:
             both = Microbatches((batching.first_parts(of.batch, parts, 2),), (sum(parts.sizes[:2]),))
-            small, large = (
-                self._programs.left_by(partial(of.of_part, each, 0), seeds, train=run.train) for each in (parts, both)
-            )
+            left_by = partial(self._programs.left_by, seed=seeds, train=run.train)
+            small, large = (left_by(partial(of.of_part, each, 0)) for each in (parts, both))
             if small is not None and large is not None:
-                learn(rules, run.left(0), run.left(1), small, large)
+                # what zeros come to may be what layers come to by chance, such as how many labels are 0
+                learn(
+                    rules,
+                    run.left(0),
+                    run.left(1),
+                    small,
+                    large,
+                    left_by(partial(of.of_part, parts, 1), on_zeros=False),
+                )
 
         # the user's own way of splitting does not tell which samples the first microbatches have
         is_told = not batching.joins_microbatches and len(parts) > 1 and batching.split_batch is None

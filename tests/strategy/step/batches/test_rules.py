@@ -20,6 +20,14 @@ def merged(rules, values):
     return merge_outputs(values, [2, 2], rules=rules)
 
 
+def test_a_number_that_a_trace_of_the_second_does_not_know_is_a_count_though_one_of_the_first_comes_to_it():
+    rules = Rules()
+    rules.learn("hits", 1, 1, 1, 1, 0)
+    assert rules.of("hits", 1) == "sum"
+    rules.learn("batches", 1, 1, 1, 1, 1)
+    assert rules.of("batches", 1) == "first"
+
+
 def test_a_rule_of_a_list_says_nothing_of_tensors_arrays_and_other_lists():
     rules = knowing([1, 2], [1, 2], [1, 2], [1, 2])
     assert merged(rules, [[1, 2], [1, 2]]) == [1, 2]
