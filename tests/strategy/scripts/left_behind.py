@@ -326,6 +326,107 @@ class OfTrainer(Base):
         return plain([self.rates, *states, *limits, trainer.train_dataloader.dataset.read, self.global_step, metrics])
 
 
+class Noting(L.Callback):
+    """Is told something by a step."""
+
+    def __init__(self):
+        self.notes = {"batches": 0, "sums": []}
+
+
+class Helper:
+    """Sets what a Trainer has, which it knows by its module."""
+
+    def __init__(self, module):
+        self.owner = [module]  # in a list, so that it is no part of it
+
+    def work(self, output):
+        trainer = self.owner[0].trainer
+        for group in trainer.optimizers[0].param_groups:
+            group["momentum"] *= 0.9
+        noting = next(each for each in trainer.callbacks if hasattr(each, "notes"))
+        noting.notes["batches"] += 1
+        noting.notes["sums"].append(output.mean().item())
+
+
+class Halving:
+    """A schedule that is none of torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+
+
+def limit(trainer, number):
+    trainer.fit_loop.max_epochs = number
+
+
+class ThroughHelpers(Base):
+    """Changes what its Trainer has, by what it holds in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = Helper(self)
+        self.adjust = lambda trainer, index: trainer.optimizers[0].param_groups[0].update(dampening=0.1 * index)
+        self.limit = partial(limit, number=2)
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler
+        in_turn = [schedule.ExponentialLR(optimizer, 0.9), schedule.ConstantLR(optimizer, 0.5, 2)]
+        self.schedule = schedule.SequentialLR(optimizer, in_turn, milestones=[2])
+        self.schedules = [Halving(optimizer), schedule.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+        return optimizer
+
+    def note(self, x, output, batch_idx):
+        self.schedule.step()
+        self.schedules[0].step()
+        self.schedules[1].step()
+        self.helper.work(output)
+        self.adjust(self.trainer, batch_idx)
+        self.limit(self.trainer)
+
+    def on_train_batch_end(self, *args):
+        group = self.trainer.optimizers[0].param_groups[0]
+        names = ("lr", "momentum", "weight_decay", "dampening")
+        self.rates.append([*(group[name] for name in names), *self.schedule.get_last_lr()])
+
+    def found(self):
+        noting = next(each for each in self.trainer.callbacks if hasattr(each, "notes"))
+        epochs = [each.last_epoch for each in (self.schedule, *self.schedule._schedulers, self.schedules[1])]
+        return plain([self.rates, epochs, noting.notes, self.current_epoch, self.global_step])
+
+
+class KeepsSchedule(Base):
+    """Optimizes by itself, with a schedule of which its Trainer does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layers(batch[0]).square().mean())
+        optimizer.step()
+        self.schedule.step()
+
+    def on_train_batch_end(self, *args):
+        self.rates.append([self.trainer.optimizers[0].param_groups[0]["lr"], self.schedule.last_epoch])
+
+    def found(self):
+        return self.rates
+
+
 def make_counter():
     means, calls = [], 0
 
@@ -997,6 +1098,8 @@ CASES = {
     "modules": Modules,
     "layers": Layers,
     "of_trainer": OfTrainer,
+    "through_helpers": ThroughHelpers,
+    "keeps_schedule": KeepsSchedule,
     "closed": lambda: make_closed([]),
     "calls": Calls,
     "elsewhere": Elsewhere,
@@ -1027,7 +1130,7 @@ def fit(where, make, **options):
         accelerator="cpu",
         devices=2 if where == "two" else 1,
         strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=3, **options),
-        callbacks=[Watching()],
+        callbacks=[Watching(), Noting()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -17,6 +17,8 @@ CASES = (
     "modules",
     "layers",
     "of_trainer",
+    "through_helpers",
+    "keeps_schedule",
     "closed",
     "calls",
     "elsewhere",

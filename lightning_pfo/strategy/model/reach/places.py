@@ -1,8 +1,9 @@
 """Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
 
 They are reached from the user's module: from it, its class, and modules around its layers; from its Trainer, as far as
-a step names what that has; from the variables that a step knows besides its arguments; and from hooks on layers. Into
-objects of the user's own classes it is looked as into containers; those of libraries are theirs.
+a step, or code that it reaches through attributes, names what that has; from the variables that a step knows besides
+its arguments; and from hooks on layers. Into objects of the user's own classes it is looked as into containers; those
+of libraries are theirs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
-from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
+from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
     AllBut,
@@ -90,6 +93,8 @@ class Places:
         self.modules: dict[Path, nn.Module] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
+        self._optimizing: dict[str, Any] = {}
+        self._names: dict[int, frozenset[str]] = {}
         self._owner = owner
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
@@ -99,26 +104,44 @@ class Places:
                 self._note((name,), getattr(kind, name))
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
-        known = [known_to(cls) for cls in dict.fromkeys(map(type, (owner, *modules.values())))]
-
-        def is_named(name: str) -> bool:  # there are hundreds, and places are found for each batch
-            return any(name in each.names for each in known)
-
-        for name, other in others_of(owner, is_named):
-            self._object((name,), other)
-        for name, metrics in metrics_set_of(owner, is_named):
-            self._note((name,), metrics)
+        of_owner = dict.fromkeys(map(type, (owner, *modules.values())))
+        for cls in of_owner:
+            self._name(known_to(cls))
+        self.settings: dict[Path, Any] = {}
+        self._of_trainer()
         self._hooks(owner)
-        self.settings = {(name,): holder for name, holder in settings_of(owner, is_named)}
-        for path, holder in self.settings.items():
-            self.containers[path] = holder
-            for name, value in holder.items():
+        for cls in dict.fromkeys((*of_owner, *classes)):
+            self._known_to(cls)
+        num_classes = num_names = -1
+        while (num_classes, num_names) != (len(self._classes), len(self._names)):  # each may lead to more of the others
+            first, num_classes, num_names = max(num_classes, 0), len(self._classes), len(self._names)
+            for cls in self._classes[first:num_classes]:
+                self._known_to(cls)
+            self._of_trainer()
+
+    def _of_trainer(self) -> None:
+        """Note what the Trainer has that is named in code found so far."""
+        for name, other in others_of(self._owner, self._is_named):
+            self._object((name,), other)
+        for name, metrics in metrics_set_of(self._owner, self._is_named):
+            self._note((name,), metrics)
+        there = {id(holder) for holder in self.settings.values() if isinstance(holder, dict)}
+        held = settings_held(self._owner, self._optimizing)
+        for name, holder in (*settings_of(self._owner, self._is_named), *held):
+            path = (name,)
+            if path in self.settings or id(holder) in there:
+                continue
+            there.add(id(holder))
+            self.settings[path] = self.containers[path] = holder
+            for key, value in holder.items():
                 if isinstance(value, torch.Tensor):
-                    self._note((*path, name), value)
-        for cls in dict.fromkeys((*map(type, (owner, *modules.values())), *classes)):
-            self._known_to(cls)
-        for cls in self._classes:  # which may become more
-            self._known_to(cls)
+                    self._note((*path, key), value)
+
+    def _is_named(self, name: str) -> bool:  # there are hundreds, and places are found for each batch
+        return any(name in names for names in self._names.values())
+
+    def _name(self, known: Known) -> None:
+        self._names[id(known)] = known.names
 
     def all_modules(self) -> list[nn.Module]:
         """`modules`, and those within them."""
@@ -131,6 +154,7 @@ class Places:
             self._attributes((f"the variables around {cls.__module__}.{cls.__qualname__}",), known.around)
 
     def _variables(self, known: Known) -> None:
+        self._name(known)
         for name, variables in known.variables:
             there = self.containers.get((name,))  # functions of several classes name variables of one file
             self._attributes((name,), variables if there is None else there.joined(variables))
@@ -230,6 +254,13 @@ class Places:
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
+        elif isinstance(value, (LRScheduler, Optimizer)):
+            self._seen.add(id(value))
+            self._optimizing[named(path)] = value
+            if is_object_of_user(value, self._packages):
+                self._classes.append(type(value))
+                for name, item in _in_order(vars(value)):
+                    self._note((*path, name), item)
         elif is_object_of_user(value, self._packages):
             self._put(path, value)
         elif _is_stream(value):
@@ -240,7 +271,7 @@ class Places:
             self._put(path, value)
         elif not changes_by_itself(type(value)):
             self._seen.add(id(value))
-            self.opaque[path] = value
+            self.opaque[path] = self._optimizing[named(path)] = value  # it may set the optimizer that it has
 
 
 def _in_order(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
