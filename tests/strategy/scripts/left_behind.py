@@ -24,7 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -357,6 +357,27 @@ class Halving:
     def step(self):
         for group in self.optimizer.param_groups:
             group["weight_decay"] *= 0.5
+
+
+class MarksData(Base):
+    """Keeps something in datasets of torch, one of which holds its own, and in what an optimizer has by default."""
+
+    def train_dataloader(self):
+        return DataLoader(Subset(Read(DATA), range(18)), batch_size=6)
+
+    def note(self, x, output, batch_idx):
+        data = self.trainer.train_dataloader.dataset
+        data.dataset.read += 1
+        data.hits = getattr(data, "hits", 0) + len(x)
+        if not hasattr(data, "means"):
+            data.means = []
+        data.means.append(output.mean().item())
+        defaults = self.trainer.optimizers[0].defaults
+        defaults["steps"] = defaults.get("steps", 0) + 1
+
+    def found(self):
+        data = self.trainer.train_dataloader.dataset
+        return [data.dataset.read, data.hits, data.means, self.trainer.optimizers[0].defaults["steps"]]
 
 
 def limit(trainer, number):
@@ -1100,6 +1121,7 @@ CASES = {
     "of_trainer": OfTrainer,
     "through_helpers": ThroughHelpers,
     "keeps_schedule": KeepsSchedule,
+    "marks_data": MarksData,
     "closed": lambda: make_closed([]),
     "calls": Calls,
     "elsewhere": Elsewhere,
@@ -1139,7 +1161,7 @@ def fit(where, make, **options):
         max_epochs=1,
     )
     module = make()
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, **({} if make is MarksData else {"datamodule": Data()}))
     return module.found()
 
 

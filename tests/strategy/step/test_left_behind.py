@@ -19,6 +19,7 @@ CASES = (
     "of_trainer",
     "through_helpers",
     "keeps_schedule",
+    "marks_data",
     "closed",
     "calls",
     "elsewhere",

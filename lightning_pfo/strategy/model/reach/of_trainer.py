@@ -72,7 +72,8 @@ def settings_held(owner: Any, held: Mapping[str, Any]) -> Iterator[tuple[str, Mu
 
 
 def _groups(path: str, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is set for the groups of an optimizer's parameters."""
+    """What is set for the groups of an optimizer's parameters, and for further ones."""
+    yield f"{path}.defaults", optimizer.defaults
     for number, group in enumerate(optimizer.param_groups):
         yield f"{path}.param_groups[{number}]", group
 

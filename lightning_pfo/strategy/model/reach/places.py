@@ -15,6 +15,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import cache, partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
 from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
@@ -53,6 +55,8 @@ _MANY = 250
 """Nobody looks into the items of containers that have more."""
 _MOST = 2_000
 """Of more containers and objects, the later ones are taken for data."""
+_FEW_BYTES = 2**16
+"""Tensors of more in a dataset of a library are its data."""
 LEFT_ALONE = frozenset(vars(nn.Module())) - {"_buffers"}
 """What belongs to every module."""
 
@@ -123,6 +127,8 @@ class Places:
         """Note what the Trainer has that is named in code found so far."""
         for name, other in others_of(self._owner, self._is_named):
             self._object((name,), other)
+            if isinstance(other, Dataset):
+                self._dataset((name,), other)
         for name, metrics in metrics_set_of(self._owner, self._is_named):
             self._note((name,), metrics)
         there = {id(holder) for holder in self.settings.values() if isinstance(holder, dict)}
@@ -169,6 +175,20 @@ class Places:
     def _object(self, path: Path, value: Any) -> None:
         if id(value) not in self._seen and is_object_of_user(value, self._packages):
             self._put(path, value)
+
+    def _dataset(self, path: Path, dataset: Any) -> None:
+        """Note what a step keeps in a dataset of a library, not its data, and those of the user's own within it."""
+        if id(dataset) in self._seen:
+            return
+        self._seen.add(id(dataset))
+        data = frozenset(name for name, value in vars(dataset).items() if _is_much(value))
+        self._attributes(path, AllBut(vars(dataset), data.__contains__))
+        for name, value in _in_order(vars(dataset)):
+            parts = list(enumerate(value)) if isinstance(value, (list, tuple)) and len(value) <= _MANY else []
+            for where, part in [((name,), value), *(((name, index), part) for index, part in parts)]:
+                if isinstance(part, Dataset):
+                    self._object((*path, *where), part)
+                    self._dataset((*path, *where), part)
 
     def _put(self, path: Path, value: Any) -> None:
         self._seen.add(id(value))
@@ -369,6 +389,16 @@ def _is_data(value: Any, depth: int) -> bool:
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= _MANY and all(_is_data(item, depth - 1) for item in items)
     return is_simple(value, depth - 1)
+
+
+def _is_much(value: Any, depth: int = 4) -> bool:
+    """Whether an attribute of a dataset is data, which nobody copies for each batch."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes > _FEW_BYTES
+    if not depth or not isinstance(value, (list, tuple, dict, set, deque)):
+        return not depth or isinstance(value, Dataset)
+    items = value.values() if isinstance(value, dict) else value
+    return any(_is_much(item, depth - 1) for item in islice(items, _MANY))
 
 
 @cache
