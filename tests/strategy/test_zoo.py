@@ -42,6 +42,7 @@ EQUAL = [
     "encode_and_call_twice",
     "vq_vae",
     "asks_parameters",
+    "gives_back_weights",
     "switches",
     "calls_functions",
     "hooks_on_backward",

@@ -24,7 +24,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -324,6 +324,128 @@ class OfTrainer(Base):
         limits = [trainer.limit_val_batches, trainer.fit_loop.max_epochs, trainer.noted, trainer.should_stop]
         metrics = float(trainer.callback_metrics["mean"])
         return plain([self.rates, *states, *limits, trainer.train_dataloader.dataset.read, self.global_step, metrics])
+
+
+class Noting(L.Callback):
+    """Is told something by a step."""
+
+    def __init__(self):
+        self.notes = {"batches": 0, "sums": []}
+
+
+class Helper:
+    """Sets what a Trainer has, which it knows by its module."""
+
+    def __init__(self, module):
+        self.owner = [module]  # in a list, so that it is no part of it
+
+    def work(self, output):
+        trainer = self.owner[0].trainer
+        for group in trainer.optimizers[0].param_groups:
+            group["momentum"] *= 0.9
+        noting = next(each for each in trainer.callbacks if hasattr(each, "notes"))
+        noting.notes["batches"] += 1
+        noting.notes["sums"].append(output.mean().item())
+
+
+class Halving:
+    """A schedule that is none of torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] *= 0.5
+
+
+class MarksData(Base):
+    """Keeps something in datasets of torch, one of which holds its own, and in what an optimizer has by default."""
+
+    def train_dataloader(self):
+        return DataLoader(Subset(Read(DATA), range(18)), batch_size=6)
+
+    def note(self, x, output, batch_idx):
+        data = self.trainer.train_dataloader.dataset
+        data.dataset.read += 1
+        data.hits = getattr(data, "hits", 0) + len(x)
+        if not hasattr(data, "means"):
+            data.means = []
+        data.means.append(output.mean().item())
+        defaults = self.trainer.optimizers[0].defaults
+        defaults["steps"] = defaults.get("steps", 0) + 1
+
+    def found(self):
+        data = self.trainer.train_dataloader.dataset
+        return [data.dataset.read, data.hits, data.means, self.trainer.optimizers[0].defaults["steps"]]
+
+
+def limit(trainer, number):
+    trainer.fit_loop.max_epochs = number
+
+
+class ThroughHelpers(Base):
+    """Changes what its Trainer has, by what it holds in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = Helper(self)
+        self.adjust = lambda trainer, index: trainer.optimizers[0].param_groups[0].update(dampening=0.1 * index)
+        self.limit = partial(limit, number=2)
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler
+        in_turn = [schedule.ExponentialLR(optimizer, 0.9), schedule.ConstantLR(optimizer, 0.5, 2)]
+        self.schedule = schedule.SequentialLR(optimizer, in_turn, milestones=[2])
+        self.schedules = [Halving(optimizer), schedule.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+        return optimizer
+
+    def note(self, x, output, batch_idx):
+        self.schedule.step()
+        self.schedules[0].step()
+        self.schedules[1].step()
+        self.helper.work(output)
+        self.adjust(self.trainer, batch_idx)
+        self.limit(self.trainer)
+
+    def on_train_batch_end(self, *args):
+        group = self.trainer.optimizers[0].param_groups[0]
+        names = ("lr", "momentum", "weight_decay", "dampening")
+        self.rates.append([*(group[name] for name in names), *self.schedule.get_last_lr()])
+
+    def found(self):
+        noting = next(each for each in self.trainer.callbacks if hasattr(each, "notes"))
+        epochs = [each.last_epoch for each in (self.schedule, *self.schedule._schedulers, self.schedules[1])]
+        return plain([self.rates, epochs, noting.notes, self.current_epoch, self.global_step])
+
+
+class KeepsSchedule(Base):
+    """Optimizes by itself, with a schedule of which its Trainer does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.rates = []
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return optimizer
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layers(batch[0]).square().mean())
+        optimizer.step()
+        self.schedule.step()
+
+    def on_train_batch_end(self, *args):
+        self.rates.append([self.trainer.optimizers[0].param_groups[0]["lr"], self.schedule.last_epoch])
+
+    def found(self):
+        return self.rates
 
 
 def make_counter():
@@ -1005,6 +1127,9 @@ CASES = {
     "modules": Modules,
     "layers": Layers,
     "of_trainer": OfTrainer,
+    "through_helpers": ThroughHelpers,
+    "keeps_schedule": KeepsSchedule,
+    "marks_data": MarksData,
     "closed": lambda: make_closed([]),
     "calls": Calls,
     "elsewhere": Elsewhere,
@@ -1035,7 +1160,7 @@ def fit(where, make, **options):
         accelerator="cpu",
         devices=2 if where == "two" else 1,
         strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=3, **options),
-        callbacks=[Watching()],
+        callbacks=[Watching(), Noting()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -1044,7 +1169,7 @@ def fit(where, make, **options):
         max_epochs=1,
     )
     module = make()
-    trainer.fit(module, datamodule=Data())
+    trainer.fit(module, **({} if make is MarksData else {"datamodule": Data()}))
     return module.found()
 
 

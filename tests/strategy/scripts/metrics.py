@@ -76,6 +76,7 @@ class Aggregates(Computes):
         self.of_loss = nn.ModuleDict({name: getattr(torchmetrics, name)() for name in kinds})
         self.logged = nn.ModuleList(torchmetrics.MaxMetric() for _ in range(2))
         self.of_two_batches = torchmetrics.wrappers.Running(torchmetrics.MeanSquaredError(), window=2)
+        self.in_window = torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), window=2)
         self.largest, self.rows = torchmetrics.MaxMetric(), torchmetrics.CatMetric()
         self.positive, self.large = torchmetrics.SumMetric(), torchmetrics.SumMetric()
         self.weighted, self.so_far, self.latest = (torchmetrics.MeanMetric() for _ in range(3))
@@ -105,6 +106,8 @@ class Aggregates(Computes):
         self.log("only updated", self.of_loss["MaxMetric"], on_step=True)
         self.so_far.update(loss.detach())
         self.log("so far", self.so_far.compute())
+        self.in_window.update(loss.detach())  # the last batch is traced anew, where the window is somewhere else
+        self.log("in window", self.in_window.compute())
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -114,7 +117,7 @@ class Aggregates(Computes):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen += [self.of_loss["SumMetric"].compute().item(), self.of_loss["RunningMean"].compute().item()]
-        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_step", "so far")]
+        self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_step", "so far", "in window")]
         self.seen += [
             name in self.trainer.callback_metrics for name in ("has no value for a batch", "was only updated")
         ]

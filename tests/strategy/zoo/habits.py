@@ -39,6 +39,24 @@ def asks_parameters() -> Any:
     return AsksParameters(), vectors()
 
 
+class GivesBackWeights(Layered):
+    """Penalties on weights by operations that give a parameter back as it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = functional.mse_loss(self.head(self.model(x)), y)
+        for parameter in self.parameters():
+            for same in (parameter.float(), parameter.contiguous(), parameter.to("cpu"), parameter.type_as(parameter)):
+                loss = loss + 0.01 * same.abs().mean()
+            loss = loss + 0.01 * parameter.flatten().square().sum()  # a bias is flat
+        return loss + 0.01 * torch.cat([p.flatten() for p in self.head.parameters()]).norm()
+
+
+@case("steps")
+def gives_back_weights() -> Any:
+    return GivesBackWeights(), vectors()
+
+
 class Scale(nn.Module):
     """Does something else in evaluation mode."""
 

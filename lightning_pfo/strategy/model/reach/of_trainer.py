@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_pfo.strategy.model.variables import AllBut
@@ -42,11 +43,39 @@ def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[s
     if not any(map(is_named, _OF_OPTIMIZERS)) or not getattr(owner, "automatic_optimization", True):
         return
     for index, optimizer in enumerate(getattr(trainer, "optimizers", ())):
-        for number, group in enumerate(optimizer.param_groups):
-            yield f"trainer.optimizers[{index}].param_groups[{number}]", group
+        yield from _groups(f"trainer.optimizers[{index}]", optimizer)
     for index, config in enumerate(getattr(trainer, "lr_scheduler_configs", ())):
         for path, scheduler in _and_inner(f"trainer.lr_scheduler_configs[{index}].scheduler", config.scheduler):
             yield path, vars(scheduler)
+
+
+def settings_held(owner: Any, held: Mapping[str, Any]) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+    """The same of optimizers and schedulers that the module, or an object that it reaches, holds itself.
+
+    A step that optimizes by itself notes elsewhere what it sets for optimizers, and schedulers that the Trainer has.
+
+    Args:
+        owner: The user's module.
+        held: Optimizers, schedulers, and objects of libraries that may have an optimizer, by how they are told.
+    """
+    is_automatic = getattr(owner, "automatic_optimization", True)
+    noted = [] if is_automatic else [each.scheduler for each in getattr(trainer_of(owner), "lr_scheduler_configs", ())]
+    for told, value in held.items():
+        if isinstance(value, LRScheduler) and not any(value is each for each in noted):
+            for path, scheduler in _and_inner(told, value):
+                yield path, vars(scheduler)
+        if is_automatic:
+            of_it = {} if isinstance(value, Optimizer) else getattr(value, "__dict__", {})
+            for path, each in {told: value, **{f"{told}.{name}": each for name, each in of_it.items()}}.items():
+                if isinstance(each, Optimizer):
+                    yield from _groups(path, each)
+
+
+def _groups(path: str, optimizer: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What is set for the groups of an optimizer's parameters, and for further ones."""
+    yield f"{path}.defaults", optimizer.defaults
+    for number, group in enumerate(optimizer.param_groups):
+        yield f"{path}.param_groups[{number}]", group
 
 
 def _and_inner(path: str, scheduler: Any) -> Iterator[tuple[str, Any]]:

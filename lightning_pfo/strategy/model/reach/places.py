@@ -1,8 +1,9 @@
 """Where a step may leave something behind: attributes, and the containers, tensors and objects that are in them.
 
 They are reached from the user's module: from it, its class, and modules around its layers; from its Trainer, as far as
-a step names what that has; from the variables that a step knows besides its arguments; and from hooks on layers. Into
-objects of the user's own classes it is looked as into containers; those of libraries are theirs.
+a step, or code that it reaches through attributes, names what that has; from the variables that a step knows besides
+its arguments; and from hooks on layers. Into objects of the user's own classes it is looked as into containers; those
+of libraries are theirs.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import types
 from collections import deque
 from collections.abc import Collection, Mapping
 from functools import cache, partial
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
-from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_of
+from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.variables import (
     AllBut,
@@ -50,6 +55,8 @@ _MANY = 250
 """Nobody looks into the items of containers that have more."""
 _MOST = 2_000
 """Of more containers and objects, the later ones are taken for data."""
+_FEW_BYTES = 2**16
+"""Tensors of more in a dataset of a library are its data."""
 LEFT_ALONE = frozenset(vars(nn.Module())) - {"_buffers"}
 """What belongs to every module."""
 
@@ -90,6 +97,8 @@ class Places:
         self.modules: dict[Path, nn.Module] = {}
         self._seen: set[int] = set()
         self._classes: list[type] = []
+        self._optimizing: dict[str, Any] = {}
+        self._names: dict[int, frozenset[str]] = {}
         self._owner = owner
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
@@ -99,26 +108,46 @@ class Places:
                 self._note((name,), getattr(kind, name))
         for name, module in modules.items():
             self._module((f"self.{name}",), module, LEFT_ALONE | {"_buffers"})
-        known = [known_to(cls) for cls in dict.fromkeys(map(type, (owner, *modules.values())))]
-
-        def is_named(name: str) -> bool:  # there are hundreds, and places are found for each batch
-            return any(name in each.names for each in known)
-
-        for name, other in others_of(owner, is_named):
-            self._object((name,), other)
-        for name, metrics in metrics_set_of(owner, is_named):
-            self._note((name,), metrics)
+        of_owner = dict.fromkeys(map(type, (owner, *modules.values())))
+        for cls in of_owner:
+            self._name(known_to(cls))
+        self.settings: dict[Path, Any] = {}
+        self._of_trainer()
         self._hooks(owner)
-        self.settings = {(name,): holder for name, holder in settings_of(owner, is_named)}
-        for path, holder in self.settings.items():
-            self.containers[path] = holder
-            for name, value in holder.items():
+        for cls in dict.fromkeys((*of_owner, *classes)):
+            self._known_to(cls)
+        num_classes = num_names = -1
+        while (num_classes, num_names) != (len(self._classes), len(self._names)):  # each may lead to more of the others
+            first, num_classes, num_names = max(num_classes, 0), len(self._classes), len(self._names)
+            for cls in self._classes[first:num_classes]:
+                self._known_to(cls)
+            self._of_trainer()
+
+    def _of_trainer(self) -> None:
+        """Note what the Trainer has that is named in code found so far."""
+        for name, other in others_of(self._owner, self._is_named):
+            self._object((name,), other)
+            if isinstance(other, Dataset):
+                self._dataset((name,), other)
+        for name, metrics in metrics_set_of(self._owner, self._is_named):
+            self._note((name,), metrics)
+        there = {id(holder) for holder in self.settings.values() if isinstance(holder, dict)}
+        held = settings_held(self._owner, self._optimizing)
+        for name, holder in (*settings_of(self._owner, self._is_named), *held):
+            path = (name,)
+            if path in self.settings or id(holder) in there:
+                continue
+            there.add(id(holder))
+            self.settings[path] = self.containers[path] = holder
+            for key, value in holder.items():
                 if isinstance(value, torch.Tensor):
-                    self._note((*path, name), value)
-        for cls in dict.fromkeys((*map(type, (owner, *modules.values())), *classes)):
-            self._known_to(cls)
-        for cls in self._classes:  # which may become more
-            self._known_to(cls)
+                    self._note((*path, key), value)
+
+    def _is_named(self, name: str) -> bool:  # there are hundreds, and places are found for each batch
+        return any(name in names for names in self._names.values())
+
+    def _name(self, known: Known) -> None:
+        self._names[id(known)] = known.names
 
     def all_modules(self) -> list[nn.Module]:
         """`modules`, and those within them."""
@@ -131,6 +160,7 @@ class Places:
             self._attributes((f"the variables around {cls.__module__}.{cls.__qualname__}",), known.around)
 
     def _variables(self, known: Known) -> None:
+        self._name(known)
         for name, variables in known.variables:
             there = self.containers.get((name,))  # functions of several classes name variables of one file
             self._attributes((name,), variables if there is None else there.joined(variables))
@@ -145,6 +175,20 @@ class Places:
     def _object(self, path: Path, value: Any) -> None:
         if id(value) not in self._seen and is_object_of_user(value, self._packages):
             self._put(path, value)
+
+    def _dataset(self, path: Path, dataset: Any) -> None:
+        """Note what a step keeps in a dataset of a library, not its data, and those of the user's own within it."""
+        if id(dataset) in self._seen:
+            return
+        self._seen.add(id(dataset))
+        data = frozenset(name for name, value in vars(dataset).items() if _is_much(value))
+        self._attributes(path, AllBut(vars(dataset), data.__contains__))
+        for name, value in _in_order(vars(dataset)):
+            parts = list(enumerate(value)) if isinstance(value, (list, tuple)) and len(value) <= _MANY else []
+            for where, part in [((name,), value), *(((name, index), part) for index, part in parts)]:
+                if isinstance(part, Dataset):
+                    self._object((*path, *where), part)
+                    self._dataset((*path, *where), part)
 
     def _put(self, path: Path, value: Any) -> None:
         self._seen.add(id(value))
@@ -230,6 +274,13 @@ class Places:
         elif isinstance(value, tuple):
             for index, item in enumerate(value[:_MANY]):
                 self._note((*path, index), item)
+        elif isinstance(value, (LRScheduler, Optimizer)):
+            self._seen.add(id(value))
+            self._optimizing[named(path)] = value
+            if is_object_of_user(value, self._packages):
+                self._classes.append(type(value))
+                for name, item in _in_order(vars(value)):
+                    self._note((*path, name), item)
         elif is_object_of_user(value, self._packages):
             self._put(path, value)
         elif _is_stream(value):
@@ -240,7 +291,7 @@ class Places:
             self._put(path, value)
         elif not changes_by_itself(type(value)):
             self._seen.add(id(value))
-            self.opaque[path] = value
+            self.opaque[path] = self._optimizing[named(path)] = value  # it may set the optimizer that it has
 
 
 def _in_order(items: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -338,6 +389,16 @@ def _is_data(value: Any, depth: int) -> bool:
         items = value.values() if isinstance(value, dict) else value
         return len(value) <= _MANY and all(_is_data(item, depth - 1) for item in items)
     return is_simple(value, depth - 1)
+
+
+def _is_much(value: Any, depth: int = 4) -> bool:
+    """Whether an attribute of a dataset is data, which nobody copies for each batch."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes > _FEW_BYTES
+    if not depth or not isinstance(value, (list, tuple, dict, set, deque)):
+        return not depth or isinstance(value, Dataset)
+    items = value.values() if isinstance(value, dict) else value
+    return any(_is_much(item, depth - 1) for item in islice(items, _MANY))
 
 
 @cache

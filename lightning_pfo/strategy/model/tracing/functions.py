@@ -118,8 +118,9 @@ def whose_values_count(function: Any, args: tuple[Any, ...], leaves: Iterable[An
     if _is_in(_SWITCHES, function):
         return []
     index = form_argument(function)
-    form = args[index] if index is not None and len(args) > index else None
-    return [leaf for leaf in leaves if leaf is not form]
+    if index is None or len(args) <= index:
+        return list(leaves)
+    return [leaf for leaf in leaves if leaf is not args[index] or any(leaf is each for each in args[:index])]
 
 
 def is_metadata(function: Any) -> bool:

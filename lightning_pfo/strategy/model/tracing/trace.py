@@ -171,6 +171,7 @@ class _TraceRun:
             return torch.ones((), dtype=torch.bool)
         given = args, kwargs
         leaves, structure = tree_flatten(given)
+        asked = leaves
         held = self._held.names(whose_values_count(function, args, leaves))
         event = Event(function, held=held, of_metric=within_metric())
         self._as_values.given(leaves)
@@ -223,7 +224,9 @@ class _TraceRun:
         ):
             with self._nothing_drawn():
                 varying = varying_of_operation(function, args, kwargs, found, from_values=depends.by_stages_found)
-        return self._end(event, leaves, found, structure, changed, varying)
+        # what is given back as it is stays the parameter, on each rank: it may be one that is followed
+        back = [leaves[index] if index in changed else leaf for index, leaf in enumerate(asked)]
+        return self._end(event, leaves, found, structure, changed, varying, back=back)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note a unit, and return what it would, in form."""
@@ -413,17 +416,21 @@ class _TraceRun:
         varying: Sequence[frozenset[int]],
         *,
         sends_numbers: bool = False,
+        back: Sequence[Any] = (),
     ) -> Any:
         returned: list[Any] = []
         numbers: list[Any] = []
         texts = {leaf: index for index, leaf in enumerate(leaves) if type(leaf) is str} if event.units else {}
         event.structure = structure
-        own = {id(plain(leaf)): index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        own: dict[int, int] = {}
+        for index, leaf in enumerate(leaves):  # the first of several, as those that stand for it are not one object
+            if isinstance(leaf, torch.Tensor):
+                own.setdefault(id(plain(leaf)), index)
         for index_of, leaf in enumerate(found):
             if isinstance(leaf, Same) or (isinstance(leaf, torch.Tensor) and id(leaf) in own):
                 index = leaf.argument if isinstance(leaf, Same) else own[id(leaf)]
                 event.results.append(Same(index))
-                returned.append(leaves[index])
+                returned.append((back or leaves)[index])
             elif isinstance(leaf, torch.Tensor):
                 value = tracked(leaf)
                 event.results.append(New(self._new(value, varying[index_of] if varying else frozenset())))
