@@ -16,6 +16,7 @@ EQUAL = [
     "large_values",
     "batch_norm",
     "buffer_in_the_middle",
+    "buffers_that_layers_resize",
     "multitask",
     "bert_and_head",
     "lstm_beside_others",

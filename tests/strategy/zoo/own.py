@@ -51,6 +51,26 @@ def large_values() -> Any:
     return Regressor(nn.Sequential(*(Scaled() for _ in range(4)))), make
 
 
+class Ranged(nn.Linear):
+    """Finds the size of a buffer in its first forward, as observers of quantization do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not self.largest.numel():
+                self.largest.resize_(len(self.weight)).fill_(1.0)
+            self.largest.copy_(self.weight.abs().amax(1))
+        return torch.tanh(functional.linear(x, self.weight / self.largest.clone()[:, None], self.bias))
+
+
+@case("own")
+def buffers_that_layers_resize() -> Any:
+    return Regressor(nn.Sequential(*(Ranged(WIDTH) for _ in range(4)))), vectors()
+
+
 class ChainOfAttributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
