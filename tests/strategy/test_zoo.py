@@ -17,6 +17,7 @@ EQUAL = [
     "batch_norm",
     "buffer_in_the_middle",
     "buffers_that_layers_resize",
+    "traced_by_fx",
     "multitask",
     "bert_and_head",
     "lstm_beside_others",

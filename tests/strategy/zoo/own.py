@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -69,6 +70,12 @@ class Ranged(nn.Linear):
 @case("own")
 def buffers_that_layers_resize() -> Any:
     return Regressor(nn.Sequential(*(Ranged(WIDTH) for _ in range(4)))), vectors()
+
+
+@case("own")
+def traced_by_fx() -> Any:
+    """Layers in lists, which lie below modules that nobody calls."""
+    return Regressor(torch.fx.symbolic_trace(nn.Sequential(*blocks(), nn.Linear(WIDTH, WIDTH)))), vectors()
 
 
 class ChainOfAttributes(nn.Module):
