@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.errors import ConfigurationError, PartitionError
 from lightning_pfo.strategy.earlier import earlier_split
 from lightning_pfo.strategy.model.calls import LayerCalls, calls_by_need, check_measurable, layer_calls
 from lightning_pfo.strategy.model.memory import memory_of
@@ -26,7 +26,7 @@ from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases
 from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
-from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
+from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction, is_transform
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -219,14 +219,28 @@ def _split(
     look: str = "",
 ) -> Split:
     """Divide the calls of layers into stages; what is known beside is kept with them."""
-    boundaries = partition_layers(
-        partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
-    )
+    try:
+        boundaries = partition_layers(
+            partition, calls.num_parameters, num_stages, types=calls.types, times_s=times_s, undivided=calls.undivided
+        )
+    except PartitionError as error:
+        raise PartitionError(f"{error}{_within_transforms(trace)}") from None
     return replace(
         split_units(model, units, calls, boundaries, trace, uncalled=uncalled),
         follows_weights=follows_weights,
         look=look,
     )
+
+
+def _within_transforms(trace: Trace | None) -> str:
+    """What is said of layers that a step calls inside of `torch.func.jvp` and the like."""
+    for event in trace.events if trace is not None else ():
+        if is_transform(event.what) and len(event.units) > 1:
+            return (
+                f" The step calls {len(event.units)} parts of the model inside of torch's {event.what.cls}, which is "
+                f"one layer, as no stage ends inside: train on one device, or call it around some layers only."
+            )
+    return ""
 
 
 def _agreed_trace(make: Callable[[], tuple[Units, Trace]], agree: Agree) -> tuple[Units, Trace, bool]:

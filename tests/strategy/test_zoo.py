@@ -16,6 +16,8 @@ EQUAL = [
     "large_values",
     "batch_norm",
     "buffer_in_the_middle",
+    "buffers_that_layers_resize",
+    "traced_by_fx",
     "multitask",
     "bert_and_head",
     "lstm_beside_others",

@@ -226,7 +226,11 @@ def _layers_below(path: str, module: nn.Module) -> list[Named]:
 
 
 def _children_with_parameters(path: str, module: nn.Module) -> list[Named]:
-    children = [(_join(path, key), child) for key, child in _parts(module) if _count(child)]
+    children: list[Named] = []
+    for key, child in _parts(module):
+        name = _join(path, key)
+        inside = _children_with_parameters(name, child) if _is_empty(child) else [(name, child)]
+        children += [item for item in inside if _count(item[1])]
     if len(children) == 1 and _parts(children[0][1]):
         return _children_with_parameters(*children[0])
     return children
@@ -297,7 +301,13 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _is_never_called(module: nn.Module) -> bool:
     """Whether a module only holds others; classes of lists may have a `forward` of their own."""
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward
+    return is_list or _is_empty(module)
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module is one of no class of its own, as torch.fx makes them for paths of layers."""
+    return type(module) is nn.Module and "forward" not in vars(module)
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -139,6 +140,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo does not know all types."""
     row = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, and is contiguous
     return row.view(torch.uint8)
+
+
+def content_of(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor, in host memory; not by `numpy()`, after which torch lets no layer resize its buffers."""
+    return np.from_dlpack(as_bytes(tensor.detach().cpu().contiguous()))
 
 
 def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:

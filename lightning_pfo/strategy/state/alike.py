@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
-from lightning_pfo.strategy.parallel.groups import Shared, as_bytes, copy_from, tell_all, tell_each_other
+from lightning_pfo.strategy.parallel.groups import Shared, content_of, copy_from, tell_all, tell_each_other
 
 _log = logging.getLogger(__name__)
 _LOOKS = frozenset({2, *(4**power for power in range(1, 16))})
@@ -175,5 +175,4 @@ def _is_comparable(value: Any) -> bool:
 
 def checksum(tensor: torch.Tensor) -> int:
     """That of a tensor's bytes; of others it is another one, nearly always."""
-    content: Any = as_bytes(tensor.detach().cpu().contiguous()).numpy()
-    return zlib.crc32(content)
+    return zlib.crc32(content_of(tensor))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallelism
+from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallelism, forward_pre_hooks_of
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.fsdp import holders_of
 from lightning_pfo.strategy.parallel.patches import Patches
@@ -69,14 +69,36 @@ def gather_tensors_of(
     Returns:
         The tensors by their names in `owner`; none on other ranks.
     """
-    wanted = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
-    held = {name: t for name, t in _tensors_of(owner).items() if id(t) in wanted and not t.is_meta}
+    wanted = {id(tensor) for part in parts for tensor in _tensors_of(part).values()}
+    elsewhere = {id(tensor) for tensor, is_here in _made_before_calls(owner).values() if not is_here}
+    held = {
+        name: tensor
+        for name, tensor in _tensors_of(owner).items()
+        if id(tensor) in wanted and id(tensor) not in elsewhere and not tensor.is_meta
+    }
     return gather_tensors(held, last_rank, group, changed_in(owner, held))
 
 
 def _tensors_of(owner: nn.Module) -> dict[str, torch.Tensor]:
     # buffers under all names: what is the same on one rank may not be on another
-    return {**dict(owner.named_parameters()), **dict(owner.named_buffers(remove_duplicate=False))}
+    tensors = {**dict(owner.named_parameters()), **dict(owner.named_buffers(remove_duplicate=False))}
+    return tensors | {name: tensor for name, (tensor, _) in _made_before_calls(owner).items()}
+
+
+def _made_before_calls(owner: nn.Module) -> dict[str, tuple[torch.Tensor, bool]]:
+    """Plain tensors that layers make of their parameters before each call, by name; and whether that is on this rank.
+
+    The older `weight_norm` and `spectral_norm` of torch.nn.utils, and `prune`, keep `weight` so: on ranks that do not
+    run the layer it is that of the beginning.
+    """
+    made: dict[str, tuple[torch.Tensor, bool]] = {}
+    for name, module in owner.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own and forward_pre_hooks_of(module):
+            is_here = not any(parameter.is_meta for parameter in own)
+            plain = {key: value for key, value in vars(module).items() if type(value) is torch.Tensor}
+            made |= {f"{name}.{key}".removeprefix("."): (value, is_here) for key, value in plain.items()}
+    return made
 
 
 def whole_copy(part: nn.Module, owner: nn.Module, values: Mapping[str, torch.Tensor], patches: Patches) -> nn.Module:

@@ -31,6 +31,11 @@ def test_they_train_as_on_one_device(runs, case):
     assert first["sums"] == pytest.approx(expected["sums"], rel=2e-5)
 
 
+def test_a_whole_module_has_the_weights_that_layers_of_all_ranks_made_before_their_last_call(runs):
+    expected, found = runs["1_0"]["OlderNorms"], runs["2_0"]["OlderNorms"]
+    assert found["sums"] == pytest.approx(expected["sums"], rel=2e-5)
+
+
 def test_a_step_that_copies_is_refused_with_a_way_out(runs):
     for name in ("2_0", "2_1"):
         assert "A step makes a copy of 'net." in runs[name]["Within"]["error"]

@@ -161,3 +161,14 @@ def test_a_buffer_whose_data_another_tensor_became_has_its_memory_and_values_aga
         module.running_mean.add_(1)
     assert module.running_mean.data_ptr() == before
     assert torch.equal(module.running_mean, values)
+
+
+def test_buffers_that_a_trial_has_resized_have_their_size_again():
+    module = nn.Module()
+    module.register_buffer("least", torch.zeros(0))
+    module.register_buffer("scale", torch.tensor([2.0]))
+    with untouched(module):
+        module.least.resize_(4).fill_(3)
+        module.scale.resize_(4).fill_(5)
+    assert module.least.shape == (0,)
+    assert module.scale.tolist() == [2.0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pfo.strategy.parallel.groups import as_bytes
+from lightning_pfo.strategy.parallel.groups import as_bytes, content_of
 from tests.launch import run_script
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "groups.py"
@@ -24,6 +24,15 @@ def test_bytes_are_the_memory_of_any_contiguous_tensor(tensor):
     assert len(data) == tensor.nbytes
     data.zero_()
     assert not tensor.any()
+
+
+def test_layers_may_resize_a_buffer_whose_bytes_were_read():
+    buffer = torch.tensor([1.0, 2.0]).to(torch.bfloat16)
+    assert content_of(buffer).tobytes() == buffer.view(torch.int16).numpy(force=True).tobytes()
+    assert content_of(torch.zeros(0, 3)).size == 0
+    other = torch.zeros(2)
+    content_of(other)
+    other.resize_(8)
 
 
 def test_all_know_what_each_has_told():

@@ -813,6 +813,36 @@ class Sam(Module):
         return self.Optimizer(self.parameters(), 0.1)
 
 
+class SumsInPlace(Gan):
+    """Adds up losses of several steps of an optimizer, as truncated backpropagation through time does."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, total = self.optimizers()[0], 0.0
+        for _ in range(3):
+            loss = self.bce(self.judge(self.net(batch[0])), 1.0)
+            opt_g.zero_grad()
+            self.manual_backward(loss)
+            opt_g.step()
+            total += loss.detach()
+        self.log("total", total)
+
+
+class Sums(SumsInPlace):
+    """The same with what the refusal of that says."""
+
+    def training_step(self, batch, batch_idx):
+        opt_g, total, losses = self.optimizers()[0], 0.0, []
+        for _ in range(3):
+            loss = self.bce(self.judge(self.net(batch[0])), 1.0)
+            opt_g.zero_grad()
+            self.manual_backward(loss)
+            opt_g.step()
+            total = total + loss.detach()
+            losses.append(loss.detach())
+        self.log("total", total)
+        self.log("mean", torch.stack(losses).mean())
+
+
 class Decides(Module):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch)
@@ -863,7 +893,7 @@ PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst, Policy) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, Penalised, BothLosses, LooksAgain, ThreeOptimizers)),
     *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
-    *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows, LogsAfterwards, LogsWeights)),
+    *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows, LogsAfterwards, LogsWeights, Sums)),
 ]
 ONCE = {"num_microbatches": 1, "schedule": "gpipe"}
 EQUAL = {
@@ -886,7 +916,7 @@ EQUAL = {
 }
 REFUSED = {
     **{k.__name__: (k, {}) for k in (Clips, Backward, Counts, Decides, ByHand, Hides, Stale)},
-    **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam, DecidesByValues, DecidesInPhases)},
+    **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam, DecidesByValues, DecidesInPhases, SumsInPlace)},
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

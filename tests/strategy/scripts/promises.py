@@ -500,10 +500,22 @@ class OneLayer(Skips):
         self.layers, self.head = nn.Sequential(nn.Linear(4, 3)), nn.Identity()
 
 
+class InTransform(Skips):
+    """All layers inside of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Identity()
+
+    def training_step(self, batch, batch_idx):
+        y, slope = torch.func.jvp(self.layers, (batch[0],), (torch.ones_like(batch[0]),))
+        return (y - slope.detach()).square().mean()
+
+
 def errors(where):
     found = {}
     kinds = (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, FailsAtTheEnd)
-    for cls in (*kinds, *([Leaves, OneLayer] if where == "two" else [])):
+    for cls in (*kinds, *([Leaves, OneLayer, InTransform] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])

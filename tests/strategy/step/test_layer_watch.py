@@ -68,7 +68,9 @@ def test_evaluation_and_later_batches_cost_no_looks():
 
 
 @pytest.mark.parametrize("of_step", [False, True])
-@pytest.mark.parametrize("change", [lambda p: p.copy_(p + 1), lambda p: setattr(p, "data", p + 1)])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.copy_(p + 1), lambda p: setattr(p, "data", p + 1), lambda p: p.data.copy_(p + 1)]
+)
 def test_parameters_that_layers_change_in_forward_are_named(change, of_step, said):
     root = Root()
     root.layer.scale, root.rows = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 2, max_norm=1.0)
@@ -83,3 +85,17 @@ def test_parameters_that_layers_change_in_forward_are_named(change, of_step, sai
     watch.look()
     assert len(said) == (not of_step)
     assert all("parameter self.layer.scale in its forward" in text and "on_train_start" in text for text in said)
+
+
+def test_what_optimizers_write_between_batches_and_values_that_are_no_numbers_name_no_layer(said):
+    root = Root()
+    root.layer.scale, root.layer.odd = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.tensor([torch.nan, 1j]))
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    for _ in range(2):
+        watch.begin((2, 2), looks=True)
+        for index in range(2):
+            with watch.of_microbatch(index):
+                pass
+        root.layer.scale.data.add_(1)
+        watch.look()
+    assert not said

@@ -28,7 +28,7 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, 1f1b" for kind in ("Penalised", "Switches", "Gains", "WeightNorm", "Parametrized")),
     *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows", "ReadsLogged")),
-    "LogsWeights, 1f1b",
+    *(f"{kind}, 1f1b" for kind in ("LogsWeights", "Sums")),
     *mostly((), "Policy, gpipe", "Policy, interleaved"),
     *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole", "SpectralNorm", "ParametrizedSpectralNorm")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),
@@ -57,6 +57,7 @@ REFUSED = {
     "Decides": ["alike for all microbatches", "step of optimizer 0", "batch_idx"],
     "DecidesByValues": ["alike for all microbatches", "step of optimizer 0", "batch_idx"],
     "DecidesInPhases": ["decides nothing by what layers compute", "if d_loss.item() > 0.1:", "on_train_batch_end"],
+    "SumsInPlace": ["finds there what it computed before", "at ", "total += loss.detach()", "total = total + x"],
     "Hides": ["this SGD is none of these", "hidden.step()", "self.optimizers()"],
     "ByHand": ["sets p.grad by itself", "Call optimizer.zero_grad()"],
 }

@@ -205,6 +205,13 @@ def test_a_checkpoint_on_exception_does_not_hide_why_the_begin_has_failed(seen):
         assert is_saved
 
 
+def test_layers_inside_of_a_transform_are_told_of_where_they_are_too_few(seen):
+    for rank in ("two_0", "two_1"):
+        kind, text, _ = seen[rank]["errors"]["InTransform"]
+        assert kind == "PartitionError"
+        assert "inside of torch's jvp, which is one layer" in text
+
+
 def test_ranks_at_different_places_end_with_their_names(seen):
     for rank in (0, 1):
         kind, text, _ = seen[f"two_{rank}"]["errors"]["Leaves"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,6 +50,32 @@ def large_values() -> Any:
         return x, x.roll(1, -1)
 
     return Regressor(nn.Sequential(*(Scaled() for _ in range(4)))), make
+
+
+class Ranged(nn.Linear):
+    """Finds the size of a buffer in its first forward, as observers of quantization do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if not self.largest.numel():
+                self.largest.resize_(len(self.weight)).fill_(1.0)
+            self.largest.copy_(self.weight.abs().amax(1))
+        return torch.tanh(functional.linear(x, self.weight / self.largest.clone()[:, None], self.bias))
+
+
+@case("own")
+def buffers_that_layers_resize() -> Any:
+    return Regressor(nn.Sequential(*(Ranged(WIDTH) for _ in range(4)))), vectors()
+
+
+@case("own")
+def traced_by_fx() -> Any:
+    """Layers in lists, which lie below modules that nobody calls."""
+    return Regressor(torch.fx.symbolic_trace(nn.Sequential(*blocks(), nn.Linear(WIDTH, WIDTH)))), vectors()
 
 
 class ChainOfAttributes(nn.Module):

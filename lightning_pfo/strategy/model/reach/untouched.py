@@ -182,10 +182,10 @@ class _Remembered:
 
 
 def write_back(tensor: torch.Tensor, data: torch.Tensor, before: torch.Tensor) -> None:
-    """Give a tensor its memory and values again; one that still has them may be such that it cannot be written to."""
+    """Give a tensor its memory, size and values again; one that still has them may not be one to be written to."""
     if not torch.equal(data, before):
         data.copy_(before)
-    if memory_of(tensor) != memory_of(data):
+    if memory_of(tensor) != memory_of(data) or tensor.shape != data.shape:  # layers may `resize_` their buffers
         tensor.data = data
 
 

@@ -125,7 +125,7 @@ class Event:
         units: The units that run in it.
         held: Names of parameters and buffers that it is given, themselves or views of them; of units, beside their own.
         reads: Whether it turns values of tensors into Python's.
-        line: The user's line, if it reads.
+        line: The user's line, if it reads, or changes a value in place after the step has optimized.
         changes_state: Of units, whether they change buffers of their own.
         changes_weights: Of units, whether they change parameters of their own.
         rewrites: Of units, whether they change containers that they are given: what they return stands in `results`

@@ -212,6 +212,8 @@ class _TraceRun:
             is_marked = is_value(leaf) and version_behind(leaf) != self._versions.get(leaf.label, version_behind(leaf))
             if is_marked or (is_value(leaf) and id(leaf) in unmarked):
                 self.trace.values[leaf.label].changed_at = position
+                if self.trace.optimizing and not event.line:  # it may have to be told of
+                    event.line = users_line()
                 self._note_gradients(leaf, position)
                 self._as_values.change(self._as_values.name(leaf))
             elif is_value(leaf) and leaf.requires_grad and switches_gradients(function):

@@ -25,7 +25,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
 _LARGEST = 2**22
-"""Elements of a buffer whose values are looked at."""
+"""Elements of a buffer or parameter whose values are looked at."""
 
 Place = tuple[str, str]
 """A layer and its attribute, by name."""
@@ -57,6 +57,7 @@ class LayerWatch:
         self._looks = False
         self._changed: dict[Place, set[int]] = {}
         self._written: set[str] = set()
+        self._differs: list[tuple[list[str], torch.Tensor]] = []
         self.of_step: Collection[str] = ()
 
     @property
@@ -99,12 +100,15 @@ class LayerWatch:
         """A stage of this rank runs the step on a microbatch, while layers count."""
         before, buffers = self._now(), self._buffer_states() if self._looks else {}
         parameters = self._parameter_marks() if self._looks else {}
+        sums = self._parameter_sums() if self._looks else {}
         try:
             yield
         finally:  # an exception ends a stage
             now = self._buffer_states() if self._looks else {}
             marks = self._parameter_marks() if self._looks else {}
             self._written |= {name for name, mark in parameters.items() if marks.get(name, mark) != mark}
+            if sums:
+                self._compare(sums, self._parameter_sums())
             for place, state in buffers.items():
                 if now.get(place) != state:
                     self._changed.setdefault(place, set()).add(index)
@@ -162,7 +166,18 @@ class LayerWatch:
             )
             return
 
+    def _compare(self, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
+        """Note which sums differ, where they are: nobody waits for a GPU before the batch is done."""
+        names = [name for name in before if name in now]
+        if names:
+            old, new = (torch.stack([of[name] for name in names]) for of in (before, now))
+            self._differs.append((names, (old != new) & ~(old.isnan() & new.isnan())))
+
     def _look_at_parameters(self) -> None:
+        differs = torch.cat([flags for _, flags in self._differs]).tolist() if self._differs else []
+        names = [name for of_microbatch, _ in self._differs for name in of_microbatch]
+        self._differs.clear()
+        self._written |= {name for name, is_other in zip(names, differs, strict=True) if is_other}
         name = min(self._written - set(self.of_step), default="")
         self._written.clear()
         if name:
@@ -175,14 +190,25 @@ class LayerWatch:
             )
 
     def _parameter_marks(self) -> dict[str, tuple[int, int]]:
-        """Others after a change; of an embedding that limits norms rows change, in any batch alike."""
-        return {
-            f"{name}.{key}": change_mark(parameter)
-            for name, module in self._modules.items()
-            if getattr(module, "max_norm", None) is None
-            for key, parameter in tensors_of(module).parameters.items()
-            if type(parameter) is nn.Parameter
-        }
+        """Others after a change."""
+        return {name: change_mark(parameter) for name, parameter in self._parameters()}
+
+    def _parameter_sums(self) -> dict[str, torch.Tensor]:
+        """Others after a change through `data` too (`p.data.copy_(x)`), which marks do not tell; on their device."""
+        with following(None), DisableTorchFunctionSubclass(), torch.no_grad():
+            return {
+                name: _values_of(parameter.data).sum(dtype=torch.double)
+                for name, parameter in self._parameters()
+                if _has_sum(parameter.data)
+            }
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Not those of an embedding that limits norms: rows of it change in any batch alike."""
+        for name, module in self._modules.items():
+            if getattr(module, "max_norm", None) is None:
+                for key, parameter in tensors_of(module).parameters.items():
+                    if type(parameter) is nn.Parameter:
+                        yield f"{name}.{key}", parameter
 
     def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
         """Others after a change, of their `data` too; of batch norms something else is said."""
@@ -210,12 +236,17 @@ def _of_class(module: nn.Module, key: str) -> int | float:
     return value if type(value) in (int, float) else 0
 
 
+def _has_sum(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not is_placeholder(tensor)
+    return is_plain and not tensor.is_meta and tensor.numel() <= _LARGEST
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def _sum_of(buffer: torch.Tensor) -> str:
-    is_plain = type(buffer) is torch.Tensor and buffer.layout == torch.strided and not is_placeholder(buffer)
-    if not is_plain or buffer.numel() > _LARGEST:
-        return ""
-    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-    return str(float(values.detach().double().sum()))
+    return str(float(_values_of(buffer).detach().double().sum())) if _has_sum(buffer) else ""
 
 
 def _print_of(value: Any) -> Any:

@@ -188,8 +188,11 @@ class _Needs:
         for value in values:
             if value.memory in born and bisect_right(self._begins, value.changed_at) > born[value.memory]:
                 raise ConfigurationError(
-                    "A step that optimizes several times on a pipeline has changed a tensor in place that it had "
-                    "computed before it stepped an optimizer. Change a copy (x = x.clone())."
+                    f"A step that optimizes several times on a pipeline runs again for each time, and finds there what "
+                    f"it computed before as it was then; here it changes such a tensor in place, at "
+                    f"{self._trace.events[value.changed_at].line} Let it make another one: total = total + x for "
+                    f"total += x, and x = x.clone() before something is written into x; or keep what is only logged "
+                    f"in a list (losses.append(loss.detach()))."
                 )
 
 

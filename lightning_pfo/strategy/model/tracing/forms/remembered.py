@@ -17,7 +17,7 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
-from lightning_pfo.strategy.parallel.groups import as_bytes
+from lightning_pfo.strategy.parallel.groups import content_of
 
 _KEPT = 64
 """So many forms of calls are remembered of each unit; a form takes a few hundred bytes."""
@@ -180,7 +180,7 @@ def _form(tensor: torch.Tensor) -> Hashable:
 
 
 def _digest(tensor: torch.Tensor) -> Hashable:
-    return hash(as_bytes(tensor.detach().cpu().contiguous()).numpy().tobytes()) if tensor.numel() else 0
+    return hash(content_of(tensor).tobytes()) if tensor.numel() else 0
 
 
 def _described(outline: Outline) -> Hashable:

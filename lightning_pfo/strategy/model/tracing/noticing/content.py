@@ -69,7 +69,8 @@ def _told(leaf: Any, of_values: Mapping[int, int], *, by_name: bool) -> str:
             if by_name or is_placeholder(leaf) or leaf.numel() > _LARGEST:
                 return form
             try:
-                return f"{form} {zlib.crc32(leaf.detach().cpu().contiguous().numpy().tobytes())}"
+                own = leaf.detach().cpu().contiguous().clone()  # after `numpy()` no layer could resize a buffer
+                return f"{form} {zlib.crc32(own.numpy().tobytes())}"
             except (RuntimeError, TypeError):
                 return form
     if isinstance(leaf, torch.device):

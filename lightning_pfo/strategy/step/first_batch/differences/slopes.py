@@ -110,7 +110,8 @@ class Compared(NamedTuple):
 def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
     """Gradients by the samples of each microbatch one after the other, or those by a parameter added up.
 
-    Where samples have several rows, these lie in the order that is nearest to the whole.
+    Where samples have several rows, these lie in the order that is nearest to the whole; or in any in which they are
+    the same rows, as those of packed sequences, which lie by time.
     """
     if any(each.layout != torch.strided or each.is_nested or each.dim() != whole.dim() for each in (*parts, whole)):
         return None
@@ -122,8 +123,27 @@ def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor, sizes: Sequence[
             rows, rest = divmod(size, sum(sizes))
             orders = [blocks for blocks in range(1, rows + 1) if rows % blocks == 0] if not rest else []
             found = [Join(dim, rows, blocks)(parts, sizes) for blocks in orders or (1,)]
-            return min(found, key=lambda joined: float((joined - whole).norm()))
+            nearest = min(found, key=lambda joined: float((joined - whole).norm()))
+            return nearest if _is_near(nearest, whole) else _as_the_same_rows(nearest, whole, dim)
     return None
+
+
+def _is_near(joined: torch.Tensor, whole: torch.Tensor) -> bool:
+    return float((joined - whole).norm()) <= _LEAST_TOLERANCE * float(whole.norm())
+
+
+def _as_the_same_rows(joined: torch.Tensor, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    """Rows in the order in which the whole has them, if it has the same ones; else as they are."""
+    if joined.is_complex() or joined.dtype != whole.dtype:
+        return joined
+    ours, theirs = joined.movedim(dim, 0), whole.movedim(dim, 0)
+    # the same rows have the same sum, with weights that no others have; nothing is drawn for them
+    weights = torch.arange(1, ours[0].numel() + 1, dtype=torch.double, device=ours.device).cos()
+    order, wanted = (rows.flatten(1).double().mv(weights).argsort() for rows in (ours, theirs))
+    again = torch.empty_like(ours)
+    again[wanted] = ours[order]
+    again = again.movedim(0, dim)
+    return again if _is_near(again, whole) else joined
 
 
 def gap(draws: Sequence[Compared | None], tolerance: float) -> float:

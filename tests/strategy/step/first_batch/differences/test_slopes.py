@@ -65,6 +65,9 @@ EQUAL = {
     "noise": lambda module, a, b, scores, values, batch: F.mse_loss(values + torch.randn_like(values), batch[0]),
     "by weights": lambda module, a, b, *_: a + 0.1 * module.values.weight.square().sum(),
     "two views": lambda module, a, b, scores, values, batch: F.mse_loss(*_views(module, batch).chunk(2)),
+    "other order of rows": lambda module, a, b, scores, values, batch: (
+        module.values(module.net(torch.cat([batch[0], batch[0].flip(0) * 0.5]))).square().mean()
+    ),
     "time by time": lambda module, a, b, scores, values, batch: F.mse_loss(
         module.values(module.net(batch[0].repeat_interleave(3, 0))), batch[0].repeat_interleave(3, 0)
     ),
@@ -129,6 +132,20 @@ def test_microbatches_are_weighed_and_joined_along_their_samples():
     assert gap([Compared(parts, whole, (0.5, 0.5), (4, 2))], 1e-5) > 0.2
     in_time = slopes_of(layer, [x.T.reshape(4, 6).T[None]], lambda y: y.square().mean())
     assert Compared(parts, in_time, (0.5, 0.5), (4, 2)).flat() is None  # of another form
+
+
+def test_rows_of_packed_sequences_are_compared_in_the_order_of_the_batch():
+    layer, sequences = nn.Linear(4, 2), [torch.randn(length, 4) for length in (5, 2, 7, 3, 4, 1)]
+
+    def packed(some):
+        return nn.utils.rnn.pack_sequence(some, enforce_sorted=False).data
+
+    def slopes(*batches):
+        return slopes_of(layer, map(packed, batches), lambda y: y.square().mean())
+
+    parts, whole = slopes(sequences[:4], sequences[4:]), slopes(sequences)
+    assert gap([Compared(parts, whole, (17 / 22, 5 / 22), (4, 2))], 1e-5) == 0
+    assert gap([Compared(parts, whole, (4 / 6, 2 / 6), (4, 2))], 1e-5) > 0.05
 
 
 def test_a_loss_without_gradients_is_not_compared():
