@@ -38,6 +38,8 @@ from lightning_pfo.strategy.parallel.reductions import (
 
 _LAST_OPERATIONS = 32
 """So many tell how a loss is made: those of its layers are no more of interest, and all would take long to look at."""
+_CHOOSING = ("Topk", "Sort", "MaxB", "MinB", "Amax", "Amin", "Median", "Kthvalue", "IndexB", "MaskedSelect")
+"""How operations begin that take some of the losses, as of the hardest samples."""
 _NAMED = 5
 """Of more parameters only the first are named."""
 
@@ -251,10 +253,15 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def way_of(loss: torch.Tensor) -> int:
-    """How a loss is made, by its last operations: another number is another way, such as a sum for a mean."""
-    operations = _last_operations(loss)
-    return (zlib.crc32(" ".join(map(kind_of_operation, operations)).encode()) or 1) if operations else 0
+def way_of(loss: torch.Tensor) -> tuple[int, bool]:
+    """How a loss is made, by its last operations.
+
+    Returns:
+        A number, another one for another way, such as a sum for a mean; and whether it may choose among samples.
+    """
+    kinds = list(map(kind_of_operation, _last_operations(loss)))
+    number = (zlib.crc32(" ".join(kinds).encode()) or 1) if kinds else 0
+    return number, any(kind.startswith(_CHOOSING) for kind in kinds)
 
 
 def hands_gradients_out(value: torch.Tensor) -> bool:

@@ -340,10 +340,10 @@ class StepRunner:
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         shape: tuple[int, ...] = ()
-        way = 0
+        way, chooses = 0, False
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal shape, way
+            nonlocal shape, way, chooses
             if not train or result is None:
                 # only what somebody wants is kept: it may be large
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -352,7 +352,7 @@ class StepRunner:
             loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
             if not way and whole is None:
-                way = way_of(loss)
+                way, chooses = way_of(loss)
                 if stages.rules.labels(of.source, way) != stages.rules.labels(of.source):
                     recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
@@ -370,7 +370,7 @@ class StepRunner:
             run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
             with stages.rules.looking(of, run, engine.seed) as rules:
                 found = run.merged(rules, is_sent=engine.num_ranks > 1)
-            return found | {"skipped": sorted(skipped[-1]), "shape": shape, "way": way}
+            return found | {"skipped": sorted(skipped[-1]), "shape": shape, "way": way, "chooses": chooses}
 
         try:
             if of.by_units:

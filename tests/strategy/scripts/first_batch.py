@@ -126,6 +126,12 @@ def ragged(output, target):
     return mean(output, torch.where(target > 2, -100, target))
 
 
+def hardest(output, target):
+    """The mean over the harder half."""
+    losses = (target + 0.001 * output.mean(1)).square()
+    return losses.topk(len(losses) // 2).values.mean()
+
+
 def masked(output, target):
     """A mean over what is no padding."""
     kept = target != PADDING
@@ -317,6 +323,8 @@ def main():
     results["mask later"] = run_case(layers, masked, {}, batches=later * 4)
     soon = [(x, labels)] * 3 + [(x, labels.masked_fill(torch.arange(8) == 0, PADDING))]
     results["mask soon"] = run_case(layers, masked, {}, batches=soon * 2)
+    orders = [3, 0, 3, 0, 3, 0, 3, 0], [3, 3, 3, 3, 0, 0, 0, 0]  # one of the hardest in each microbatch, and not
+    results["hardest"] = run_case(layers, hardest, {}, batches=[(x, torch.tensor(order)) for order in orders])
     results["noise later"] = run_case(layers, noisy, {}, steps=16)
     results["stateful"] = [stateful(True), stateful(False)]
     results["nan"] = not_a_number()

@@ -140,6 +140,8 @@ def test_a_mask_that_comes_later_is_told_of_once_by_the_first_rank(ranks):
     (said,) = first["said"]
     assert re.match(r"The loss of training batch 16 is .* different weights in it", said)
     assert f"which is {first['losses'][15]:.6g} " in said
+    (said,) = ranks[0]["hardest"]["said"]
+    assert said.startswith("The loss of training batch 2 is ")
     (said,) = ranks[0]["mask soon"]["said"]
     assert said.startswith("The loss of training batch 4 is ")
     assert "(the first 2 of 4)" in said

@@ -162,6 +162,8 @@ class Comparison:
         news = self._news.of(of, outcome, units)
         is_one = of.phase or of.by_units or len(of.parts) == 1
         is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
+        if self._news.may_be_chance(of, outcome) and self._looks_later and not (self._is_compared or is_one):
+            return True
         return not (news is None or self._is_compared or is_one) and self._news.are_to_be_looked_at(news)
 
     def check_news(self, of: StepOnBatch) -> None:

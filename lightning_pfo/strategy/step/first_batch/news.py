@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
@@ -12,6 +12,9 @@ MOST_NEWS = 4
 """So many batches are looked at in which something is left or logged that was not before, or is called as never before;
 and so many whose loss is made in another way."""
 
+_CHOICES = 3
+"""So many batches are looked at of a loss that chooses among samples: each may be equal to one device's by chance."""
+
 
 class News:
     """Remembers what a step has called, left and logged, and how it has made its loss."""
@@ -19,6 +22,7 @@ class News:
     def __init__(self) -> None:
         self._known: defaultdict[Source, set[Any]] = defaultdict(set)
         self._left: defaultdict[tuple[Source, bool], int] = defaultdict(lambda: MOST_NEWS)
+        self._choices: Counter[tuple[Source, int]] = Counter()
 
     def of(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> tuple[Source, bool] | None:
         """The kind of what is new in a batch; None if nothing is.
@@ -34,6 +38,14 @@ class News:
         self._known[of.source] |= new
         # ways of random layers are many, and must not keep others from being looked at
         return (of.source, new == {way}) if new else None
+
+    def may_be_chance(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
+        """Whether the loss of a batch is worth a look though others of its kind were looked at; counts the batch."""
+        if not outcome["chooses"]:
+            return False
+        way = of.source, outcome["way"]
+        self._choices[way] += 1
+        return self._choices[way] <= _CHOICES and len(self._choices) <= MOST_NEWS
 
     def are_to_be_looked_at(self, kind: tuple[Source, bool]) -> bool:
         """Whether news of this kind are still looked at; counts that they are."""
