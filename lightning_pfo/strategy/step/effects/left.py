@@ -65,8 +65,9 @@ def learn(rules: Rules, first: Left, second: Left, small: Left, large: Left, oth
         for index, alike in enumerate(zip(*(run.calls for run in runs), strict=True)):
             rules.learn(place_of(index, alike[0]), *map(arguments_of, alike))
     of_all = [run.growth | run.logged_by_place() | run.sizes_by_place() for run in runs]
+    counted = {place: value for place, value in first.growth.items() if type(value) in (int, float)}
     for found in of_all[2:]:  # it may have counted nothing
-        found |= _unchanged(first.growth, found)
+        found |= _unchanged(counted, found)
         found |= _unchanged(small.growth, found)
     for place in of_all[0]:
         if all(place in each for each in of_all):
