@@ -24,7 +24,7 @@ from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
 from lightning_pfo.strategy.step.metrics.compat import batch_value
 from lightning_pfo.strategy.step.metrics.states import MetricPlace, is_metric, place_of
-from lightning_pfo.strategy.step.metrics.totals import Totals
+from lightning_pfo.strategy.step.metrics.totals import Totals, is_count
 
 
 class Logged(NamedTuple):
@@ -190,14 +190,14 @@ class LogRecorder:
                 return torch.as_tensor(total, dtype=torch.float64).reshape(())
         name = _reduction_in(self.arguments[key])
         found = [value for _, value in values]
-        asks = all(map(_is_count, found)) and any(found)
+        asks = all(map(is_count, found)) and any(found)
         rule = rules.of(place_of_log(*key), found[0], ask=asks)
         by_rule = merged_by(rule, found)
         if by_rule is not None and key[0] not in self.metrics:
             return torch.as_tensor(by_rule[0], dtype=torch.float64)
         counts_samples = found == list(self.sizes) and max(found) > 1
         is_setting = all(type(value) is int and value == found[0] for value in found) and not counts_samples
-        if name in ("sum", "max", "min") and all(map(_is_count, found)) and not is_setting:
+        if name in ("sum", "max", "min") and all(map(is_count, found)) and not is_setting:
             return cast(torch.Tensor, getattr(_stack(found), name)())
         if rule == "samples" and self.sizes:
             return self._mean(values, [float(self.sizes[index]) for index, _ in values])
@@ -248,12 +248,6 @@ def _reduction_in(arguments: Mapping[str, Any]) -> str:
     """The name of what reduces over batches, in the arguments of `self.log`."""
     how = arguments.get("reduce_fx", "mean")
     return how if isinstance(how, str) else getattr(how, "__name__", "mean")
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point()
-    return isinstance(value, int)
 
 
 def _stack(values: Sequence[Any]) -> torch.Tensor:

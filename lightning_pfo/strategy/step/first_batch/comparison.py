@@ -162,9 +162,10 @@ class Comparison:
         news = self._news.of(of, outcome, units)
         is_one = of.phase or of.by_units or len(of.parts) == 1
         is_one = is_one or (self._runner.batching.joins_microbatches and of.kind != "train")
-        if self._news.may_be_chance(of, outcome) and self._looks_later and not (self._is_compared or is_one):
-            return True
-        return not (news is None or self._is_compared or is_one) and self._news.are_to_be_looked_at(news)
+        may_be_chance = self._news.may_be_chance(of, outcome) and self._looks_later
+        if self._is_compared or is_one:
+            return False
+        return may_be_chance or (news is not None and self._news.are_to_be_looked_at(news))
 
     def check_news(self, of: StepOnBatch) -> None:
         """Compare a batch that was run already; a collective call of the pipeline, with divided layers of all."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from lightning_pfo.strategy.step.first_batch.differences.losses import describe, differ
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, losses_of
@@ -43,7 +43,7 @@ class StateCheck:
         with self._rehearsal.aside():
             return self._said(of, partial(self._pairs, of, number), name)
 
-    def _said(self, of: StepOnBatch, pairs_of: Any, name: str) -> str:
+    def _said(self, of: StepOnBatch, pairs_of: Callable[[], tuple[bool, list[Pair], bool]], name: str) -> str:
         with self._rehearsal.silent(True):
             is_known, pairs, is_equal = pairs_of()
             if not is_equal and of.rows.divide():

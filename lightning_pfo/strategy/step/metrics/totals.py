@@ -77,7 +77,7 @@ def totals_in(changes: Sequence[Changes], of_batch: Changes, value_at: Callable[
 
     @cache
     def adds_up(path: Path) -> bool:
-        if path not in counts or _is_count(counts[path]):
+        if path not in counts or is_count(counts[path]):
             return True
         growth = sum(in_part(index, path) - before(path) for index in range(len(changes)))
         return _is_close(before(path) + growth, in_batch(path))
@@ -102,9 +102,13 @@ def totals_in(changes: Sequence[Changes], of_batch: Changes, value_at: Callable[
             # of what begins with 0 other rules tell as well, and it may be equal to another number by chance there
             left = frozenset(each for each in left if all(before(path) for path in each.counts))
         # others are means, as those of what they are made of are; two that grow alike make any constant
-        goes_on = {each for each in left if any(not _is_close(each.of(before), value) for value in values.values())}
-        left = frozenset(each for each in left & goes_on if all(map(adds_up, each.counts)))
-        return min(left, key=_likelier).of(in_batch) if left else None
+        found = [
+            each
+            for each in left
+            if all(map(adds_up, each.counts))
+            and not all(_is_close(each.of(before), value) for value in values.values())
+        ]
+        return min(found, key=_likelier).of(in_batch) if found else None
 
     return total
 
@@ -131,7 +135,8 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a number, or a tensor of numbers, is an integer."""
     return not value.is_floating_point() if isinstance(value, torch.Tensor) else type(value) is int
 
 
