@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
@@ -128,6 +129,12 @@ class StepRun:
                 "output": outcome["output"],
             }
         )
+
+    def zeros(self) -> set[str]:
+        """Where numbers were 0 that a microbatch has changed: they are 0 still where another has not."""
+        paths = {path for changes in self.effects.changes for path in changes}
+        values = ((path, self.effects.value_at(path)) for path in paths)
+        return {named(path) for path, value in values if type(value) in (int, float) and not value}
 
     def numbers_of(self, index: int) -> Numbers:
         """Those of a microbatch."""

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.batches.rules import OF_NUMBERS, Rule, Rules, merged_by
+from lightning_pfo.strategy.step.batches.rules import OF_NUMBERS, ROWS, Rule, Rules, merged_by
 from lightning_pfo.strategy.step.batches.structures import (
     PLAIN,
     has_samples,
     join_samples,
+    leaves_of,
     num_samples,
     parts_of,
     taken_apart,
@@ -59,6 +60,20 @@ class _Merger:
     def rule(self, path: str, like: Any, *, ask: bool = True) -> Rule | None:
         """What has been learnt of a place, for such values."""
         return None if self.rules is None else self.rules.of(path, like, ask=ask)
+
+    def rule_of_rows(self, path: str, first: Any) -> Rule | None:
+        """Whether a list has the first or the last of what samples have; None: neither is known."""
+        if self.rules is None or self.sizes is None:
+            return None
+        places = ((path, first), *leaves_of(first, path))
+        rules = (self.rule(place, like, ask=place == path) for place, like in places)
+        return next((rule for rule in rules if rule in ROWS), None)
+
+    def rows_taken(self, path: str, shapes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+        """See `Rules.rows_taken`."""
+        if self.rules is None or self.sizes is None:
+            return None
+        return self.rules.rows_taken(path, shapes, self.sizes)
 
     def only(self, indices: Sequence[int]) -> _Merger:
         """The same for some of the microbatches; their weights add up to what those of all do."""
@@ -119,6 +134,13 @@ def _merge(values: list[Any], how: _Merger, path: str) -> Any:
     if isinstance(first, Set):
         return type(first)(item for value in values for item in value)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
+        rule = how.rule_of_rows(path, first)
+        if rule is not None and (taken := how.rows_taken(path, [(len(value),) for value in values])):
+            _, number = taken
+            items = [item for value in values for item in value]
+            return type(first)(items[:number] if rule == "begin" else items[-number:])  # type: ignore[call-arg]
+        if rule is not None and how.rule(path, first, ask=False) == rule:
+            return first if rule == "begin" else values[-1]
         if _are_items(values, how, path):
             items = [item for value in values for item in value]
             return items if type(first) is list else type(first)(items)  # type: ignore[call-arg]
@@ -251,12 +273,25 @@ def _merge_tensors(values: list[Any], how: _Merger, path: str) -> Any:
     rule = how.rule(path, values[0])
     if rule == "apart":
         return _as_they_are(values, how, path, "has samples in several dimensions")
+    if rule in ROWS:
+        return _rows_taken(values, rule, how, path)
     if rule in OF_NUMBERS and len({value.shape for value in values}) == 1:
         return _merge_fixed(values, str(rule), how)
     try:
         return join_samples(values, rule if isinstance(rule, int) else how.batch_dim)
     except Exception as error:  # shapes that differ in other dimensions, mostly
         return _as_they_are(values, how, path, f"cannot be joined ({error})")
+
+
+def _rows_taken(values: list[Any], rule: Rule | None, how: _Merger, path: str) -> Any:
+    """The first or last rows of all samples."""
+    taken = how.rows_taken(path, [tuple(value.shape) for value in values])
+    if taken is None:
+        return values[0] if rule == "begin" else values[-1]
+    dim, number = taken
+    joined = join_samples(values, dim)
+    rows = slice(number) if rule == "begin" else slice(max(0, joined.shape[dim] - number), None)
+    return joined[(slice(None),) * dim + (rows,)]
 
 
 def _merge_fixed(values: list[Any], rule: str, how: _Merger) -> Any:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,15 @@ Rule = str | int
 of the first), `end` (the last), `samples` (the mean over samples, whatever the `batch_size` of a log says). Lists:
 `items` are joined, `parts` are merged. Tensors: the dimension along which they are joined, `fixed` (floating-point
 numbers of which nothing is known), `counts` (such integers), or one for numbers. Texts: `first` (they are equal),
-`begin`, `end`, or `apart`: that of both as one batch is another."""
+`begin`, `end`, or `apart`: that of both as one batch is another. `begin` and `end` of tensors and lists: see `ROWS`."""
 OF_NUMBERS = frozenset(("sum", "mean", "first", "largest", "least", "begin", "end", "fixed", "counts"))
 """Rules that say something of numbers, and of tensors and arrays of them."""
 OF_TOTALS = "totals"
 """The rule of what is logged and made of counts that the step keeps, also in the batch with which they begin."""
 CHOSEN = ("largest", "least", "begin", "end")
 """Those that take one of the numbers."""
+ROWS = ("begin", "end")
+"""Of tensors and lists they take the first or last rows of all samples, of which a microbatch may have fewer."""
 _log = logging.getLogger(__name__)
 _TRIES = 8
 """So often the step is traced for a place, since numbers may be 0 in the first batches, or of other sizes later."""
@@ -89,9 +92,11 @@ class Rules:
         self._of_forms: dict[tuple[str, Form], Rule] = {}
         self._by_values: ByValues = {}
         self._places: set[str] = set()
+        self._fitting: dict[tuple[str, Form], tuple[str, ...]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._look: Callable[[], object] | None = None
         self._tries: dict[tuple[str, Form], int] = {}
-        self._looks = 0
+        self._looks_made = 0
         self._samples = 0
         self.candidates: dict[str, frozenset[Any]] = {}
         self.tells_nothing: Counter[str] = Counter()
@@ -121,21 +126,58 @@ class Rules:
         if path not in self._places and not (ask and self._look is not None):
             return None  # of most places, at each batch
         form, size = _form(like, self._samples)
+        known = self._known(path, form, size)
+        is_open = known is not None and known[0] in CHOSEN and self._is_open(path, form)
+        if (known is None or is_open) and self._looks(path, form, ask=ask or is_open):
+            known = self._known(path, form, size)
+        return self._of_forms.get((path, form)) if known is None else known[0]
+
+    def _known(self, path: str, form: Form, size: Size) -> tuple[Rule | None] | None:
+        fitting = self._fitting.get((path, form))
         if self._by_values and (path, form) in self._by_values:
-            return self._by_values[path, form]
-        if (found := self._of_sizes.get((path, form, size))) is not None:
-            return found
-        if ask and self._look is not None and self._looks < _MOST and self._tries.get((path, form), 0) < _TRIES:
-            look, self._look = self._look, None
-            self._looks += 1
-            try:
-                look()
-            except Exception as error:  # values may be anything
-                _log.info("What a step leaves cannot be compared with a trace of it: %s", error)
-            self._tries[path, form] = self._tries.get((path, form), 0) + 1
-            if (found := self._of_sizes.get((path, form, size))) is not None:
-                return found
-        return self._of_forms.get((path, form))
+            rule = self._by_values[path, form]
+            return (fitting[0] if fitting and rule in CHOSEN and rule not in fitting else rule,)
+        is_told = fitting is not None and fitting != CHOSEN
+        found = fitting[0] if fitting and is_told else self._of_sizes.get((path, form, size))
+        return None if found is None else (found,)
+
+    def _is_open(self, path: str, form: Form) -> bool:
+        """Whether a trace may tell which of some rules it is."""
+        asked = (path, form) in self._tries
+        return len(self._fitting.get((path, form), () if asked else CHOSEN)) > 1
+
+    def _looks(self, path: str, form: Form, *, ask: bool) -> bool:
+        """Look, where that may tell something of a place; whether it was done."""
+        tries = self._tries.get((path, form), 0)
+        if not ask or self._look is None or self._looks_made >= _MOST or tries >= _TRIES:
+            return False
+        look, self._look = self._look, None
+        self._looks_made += 1
+        try:
+            look()
+        except Exception as error:  # values may be anything
+            _log.info("What a step leaves cannot be compared with a trace of it: %s", error)
+        self._tries[path, form] = tries + 1
+        return True
+
+    def note_shape(self, path: str, shape: Sequence[int]) -> None:
+        """A tensor at a place has this shape on one device, or a list this length."""
+        known = self._shapes.get(path, ())
+        self._shapes[path] = tuple(map(max, shape, known)) if len(known) == len(shape) else tuple(shape)
+
+    def rows_taken(self, path: str, shapes: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[int, int] | None:
+        """The dimension along which values are the first or last rows of samples, and how many; None: they are all.
+
+        Args:
+            path: Where they are.
+            shapes: What microbatches have left: as many rows as are taken, or as they have samples.
+            sizes: How many these are.
+        """
+        for dim, number in enumerate(self._shapes.get(path, ())):
+            rows = [shape[dim] if dim < len(shape) else -1 for shape in shapes]
+            if min(rows) < number and rows == [min(number, size) for size in sizes]:
+                return dim, number
+        return None
 
     def is_number(self, path: str, dimensions: int) -> bool:
         """Whether numbers of so many dimensions at a place may be no rows of samples."""
@@ -158,6 +200,18 @@ class Rules:
         self._by_values = before | {(place, (dimensions, kind)): rules[place] for place in rules for kind in _KINDS}
         return before
 
+    def fit(self, paths: Iterable[str], fitting: Sequence[Rule], dimensions: int) -> None:
+        """Of rules that take one of the numbers these were found to fit by values.
+
+        Args:
+            paths: Where.
+            fitting: The rules; if the likeliest is another, it holds.
+            dimensions: How many the numbers have.
+        """
+        if fitting[0] in CHOSEN:
+            for path, kind in product(paths, _KINDS):
+                self.narrow(path, (dimensions, kind), fitting)
+
     def put_back(self, before: ByValues) -> None:
         """Let those be as they were."""
         self._by_values = before
@@ -178,17 +232,25 @@ class Rules:
             return
         if isinstance(first, (torch.Tensor, np.ndarray)):
             rule = _rule_of_tensors(*map(torch.as_tensor, found))
+            if rule in ROWS or isinstance(rule, tuple):
+                self.note_shape(path, tuple(large.shape))
         elif isinstance(first, (int, float, np.number)):
             rule = None if isinstance(first, bool) else _rule_of_numbers(first, second, small, large, other)
         elif isinstance(first, (str, bytes)):
             rule = _rule_of_texts(first, second, small, large)
         elif isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
-            rule = _rule_of_lists(*map(len, found))
+            rule = _rule_of_lists(first, second, small, large)
+            if rule != "items":
+                self.note_shape(path, (len(large),))
         else:
             rule = "parts"
+        form, size = _form(first, self._samples)
+        if isinstance(rule, tuple):
+            rule = self.narrow(path, form, rule)
+        elif rule == "first":  # all of them fit
+            self._fitting.setdefault((path, form), CHOSEN)
         if rule is not None:
             self._places.add(path)
-            form, size = _form(first, self._samples)
             self._of_sizes.setdefault((path, form, size), rule)
             self._of_forms.setdefault((path, form), rule)
         if rule == "parts":
@@ -197,6 +259,12 @@ class Rules:
                 if all(name in parts for parts in named):
                     first, second, small, large = (parts[name] for parts in named)
                     self.learn(path + name, first, second, small, large, others.get(name))
+
+    def narrow(self, path: str, form: Form, fitting: Sequence[Rule]) -> Rule | None:
+        """The likeliest of the rules that fit a batch and did before, as one number is often both largest and last."""
+        left = tuple(rule for rule in self._fitting.get((path, form), CHOSEN) if rule in fitting)
+        self._fitting[path, form] = left = left or tuple(rule for rule in CHOSEN if rule in fitting)
+        return next(iter(left), None)
 
 
 def form_of(value: Any, is_known: Callable[[torch.Tensor], bool]) -> Any:
@@ -219,7 +287,7 @@ def _is_marked(number: Any, like: Any) -> bool:
     return type(like) in (int, float) and isinstance(number, type(like)) and not isinstance(number, bool)
 
 
-def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any, other: Any) -> Rule | None:
+def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any, other: Any) -> Rule | tuple[str, ...] | None:
     is_count = isinstance(first, (int, np.integer))
     told = [(small, first), *([] if other is None else [(other, second)])]
     # what stands for the values of layers may come to what they come to, such as how many labels are 0
@@ -229,9 +297,8 @@ def _rule_of_numbers(first: Any, second: Any, small: Any, large: Any, other: Any
         return "first" if large else None  # nothing may be an index or a count
     if math.isclose(large, first + second, rel_tol=1e-6):
         return "sum"
-    if first and first != second:
-        return "largest" if large == max(first, second) else "least" if large == min(first, second) else None
-    return None
+    of_rules = zip(CHOSEN, (max(first, second), min(first, second), first, second), strict=True)
+    return tuple(rule for rule, value in of_rules if value == large) if first and first != second else None
 
 
 def _rule_of_texts(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
@@ -242,20 +309,30 @@ def _rule_of_texts(first: Any, second: Any, small: Any, large: Any) -> Rule | No
     return "end" if large == second else "apart"
 
 
-def _rule_of_lists(first: int, second: int, small: int, large: int) -> Rule | None:
-    if small != first or large > small:
+def _rule_of_lists(first: Any, second: Any, small: Any, large: Any) -> Rule | None:
+    if len(small) != len(first) or len(large) > len(small):
+        both, number = [*first, *second], len(large)
+        if len(small) == len(first) and number < len(both):
+            return "begin" if _is_same(large, both[:number]) else "end" if _is_same(large, both[-number:]) else "items"
         return "items"
-    return "parts" if large == second == small else None
+    return "parts" if len(large) == len(second) == len(small) else None
+
+
+def _is_same(values: Any, others: Any) -> bool:
+    try:
+        return list(values) == list(others)
+    except Exception:  # a comparison may be anything
+        return False
 
 
 def _rule_of_tensors(
     first: torch.Tensor, second: torch.Tensor, small: torch.Tensor, large: torch.Tensor
-) -> Rule | None:
+) -> Rule | tuple[str, ...] | None:
     if small.shape != first.shape or large.dim() != small.dim():  # it depends on values
         return None
     growing = [dim for dim in range(small.dim()) if small.shape[dim] != large.shape[dim]]
     if growing:
-        return growing[0] if len(growing) == 1 else "apart"
+        return _rule_of_rows(first, second, large, growing[0]) if len(growing) == 1 else "apart"
     if first.shape != second.shape or first.dtype == torch.bool:
         return None
     is_count = not (first.is_floating_point() or first.is_complex())
@@ -266,7 +343,20 @@ def _rule_of_tensors(
         return "first" if bool(large.any()) else None
     if torch.allclose(large, first + second):
         return "sum"
-    return "sum" if is_count else "fixed"
+    of_rules = zip(CHOSEN, (torch.maximum(first, second), torch.minimum(first, second), first, second), strict=True)
+    fitting = () if torch.equal(first, second) else tuple(rule for rule, value in of_rules if torch.equal(value, large))
+    return fitting or ("sum" if is_count else "fixed")
+
+
+def _rule_of_rows(first: torch.Tensor, second: torch.Tensor, large: torch.Tensor, dim: int) -> Rule:
+    """What grows along a dimension has a row for each sample, or the first or last of all, more than one has."""
+    number = large.shape[dim]
+    if large.is_meta or second.dim() != large.dim() or number >= first.shape[dim] + second.shape[dim]:
+        return dim
+    both = torch.cat([first.detach().cpu(), second.detach().cpu()], dim)
+    if torch.equal(large, both.narrow(dim, 0, number)):
+        return "begin"
+    return "end" if torch.equal(large, both.narrow(dim, both.shape[dim] - number, number)) else dim
 
 
 _ELEMENTS: dict[Rule, tuple[Any, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from functools import partial
@@ -123,6 +124,8 @@ class Merge:
             return self._last(values, place) if chosen is None else chosen[0]
         if isinstance(first, (str, bytes)):
             return self._last(values, place)
+        if isinstance(first, deque):  # made by the step; one that was there is appended to
+            return deque(self.appended(list(map(list, values)), place), first.maxlen)
         if isinstance(first, set) and isinstance(before, set):
             return (before & set.intersection(*values)) | (set.union(*values) - before)
         if isinstance(first, (dict, list, tuple)) or is_dataclass(first) or holds_tensors(first):
@@ -198,8 +201,10 @@ class Merge:
         """Numbers put together by what is known of them; see `growth_of`."""
         if not may_grow:
             rule = self._rules.of(place, values[0], ask=ask)
-            # from 0 on it grows as it does later
-            return merged_by(self._rules.of(place + GROWN, values[0], ask=False) if rule is None else rule, values)
+            if rule is None or rule in CHOSEN:  # from 0 on it grows as it does later
+                later = self._rules.of(place + GROWN, values[0], ask=False)
+                rule = later if rule is None or later in CHOSEN else rule
+            return merged_by(rule, values)
         rule = self._rules.of(place + GROWN, growth[0], ask=ask)
         if rule in CHOSEN:  # what they have grown by is rounded
             return merged_by(rule, values)
@@ -273,6 +278,7 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
         is_known = isinstance(value, np.ndarray) or not value.is_meta
         found = {GROWN: torch.as_tensor(value) - _start_of(before), SET: value} if is_known else {SET: value}
     else:
+        value = list(value) if isinstance(value, deque) else value
         grows = type(before) is type(value) and not (is_array and getattr(value, "is_meta", False))
         found = {"": value[len(before) :] if grows and _goes_on(value, before) else value}
     return {place + how: of_value for how, of_value in found.items()}

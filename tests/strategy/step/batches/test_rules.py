@@ -101,3 +101,52 @@ def test_zeros_tell_nothing_and_use_up_no_look():
 def test_numbers_of_which_some_are_tensors_are_put_together(rule, values, expected):
     (found,) = merged_by(rule, values)
     assert float(found) == expected
+
+
+def test_rows_that_are_first_or_last_of_all_samples_are_cut_out_of_those_of_short_microbatches():
+    rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    first, second, both = rows[:5], rows[5:], rows
+    for taken, expected in ((slice(2), rows[:2]), (slice(7), rows[:7]), (slice(-2, None), rows[-2:])):
+        rules = knowing(first[taken], second[taken], first[taken], both[taken])
+        values = [row[None][taken] for row in rows]
+        assert torch.equal(merge_outputs(values, [1] * 10, rules=rules), expected)
+        assert merge_outputs([value.numpy() for value in values], [1] * 10, rules=rules).tolist() == expected.tolist()
+        unequal = [rows[:4], rows[4:5], rows[5:]]
+        merged = merge_outputs([rows[taken] for rows in unequal], [4, 1, 5], rules=rules)
+        assert torch.equal(merged, expected)
+
+
+def test_items_that_are_first_or_last_of_all_samples_are_cut_out_of_those_of_short_microbatches():
+    items = [f"text {index}" for index in range(10)]
+    for taken, expected in ((slice(2), items[:2]), (slice(7), items[:7]), (slice(-2, None), items[-2:])):
+        rules = knowing(items[:5][taken], items[5:][taken], items[:5][taken], items[taken])
+        assert merge_outputs([[item][taken] for item in items], [1] * 10, rules=rules) == expected
+        assert (
+            merge_outputs([items[:4][taken], items[4:5][taken], items[5:][taken]], [4, 1, 5], rules=rules) == expected
+        )
+
+
+def test_a_vector_is_no_rows_though_it_is_shorter_in_a_later_batch():
+    rules = Rules()
+    first, second = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])
+    rules.learn("output", first, second, first, first)
+    assert merge_outputs([first[:2], second[:2]], [4, 4], rules=rules).tolist() == [1.0, 2.0]
+
+
+def test_of_rules_that_fit_one_batch_later_ones_tell_which_it_is():
+    looks = iter([(3, 1, 3, 3), (2, 5, 2, 2)])
+    rules = Rules()
+
+    def look():
+        rules.learn("self.first", *next(looks))
+
+    with rules.comparing(look):
+        assert rules.of("self.first", 3) == "largest"
+    with rules.comparing(look):
+        assert rules.of("self.first", 2) == "begin"
+    with rules.comparing(lambda: pytest.fail("all is known")):
+        assert rules.of("self.first", 7) == "begin"
+    rules.set({"self.last": "largest"}, 0)
+    rules.fit(["self.last"], ["largest", "end"], 0)
+    with rules.comparing(lambda: rules.learn("self.last", 4, 3, 4, 3)):
+        assert rules.of("self.last", 4) == "end"

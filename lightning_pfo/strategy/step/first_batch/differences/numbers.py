@@ -8,7 +8,7 @@ has, that rule holds from there on; where none does, the number is named.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -71,14 +71,18 @@ class NumberCheck:
         """The numbers that are others by microbatches than in one piece, by more than rounding and chance."""
         by_parts = [pair.parts.numbers(self.rules) for pair in situation]
         wholes = [pair.whole.numbers(self.rules) for pair in situation]
-        for one, other in zip(by_parts, wholes, strict=True):
-            _complete(one, other)
-            _complete(other, one)
+        for pair, one, other in zip(situation, by_parts, wholes, strict=True):
+            zeros = pair.parts.zeros() | pair.whole.zeros()
+            _complete(one, other, zeros)
+            _complete(other, one, zeros)
         of_parts = [
             pair.parts.numbers_of(index) for pair in situation for index in range(len(pair.parts.recorder.sizes))
         ]
         for place, number in ((place, number) for numbers in of_parts for place, number in numbers.items()):
             self._dimensions[_without_form(place)] = number.dim()
+        for place, number in ((place, number) for numbers in wholes for place, number in numbers.items()):
+            if number.dim():
+                self.rules.note_shape(place, tuple(number.shape))
         found = {}
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
@@ -142,6 +146,7 @@ class NumberCheck:
         self._told |= self._seen
         for place, names in self.open.items():
             self._set(place, names[0])
+            self.rules.fit((place, place + GROWN), names, self._dimensions.get(place, 0))
         unfit = {place: said for place, said in wrong.items() if place not in self.open}
         if unfit and self.open:  # they may be made of numbers of which the rules are known by now
             for place in unfit:
@@ -164,8 +169,9 @@ def _without_form(place: str) -> str:
     return place.removesuffix(GROWN).removesuffix(SET)
 
 
-def _complete(numbers: Numbers, others: Numbers) -> None:
-    """Add numbers that one run has left as they were, and the other has changed."""
+def _complete(numbers: Numbers, others: Numbers, zeros: Collection[str]) -> None:
+    """Add numbers that one run has left as they were, and the other has changed; of some they were 0."""
+    numbers |= {place: torch.zeros_like(others[place]) for place in zeros if place in others and place not in numbers}
     for place in [place for place in others if place.endswith(GROWN) and place not in numbers]:
         set_ = place.removesuffix(GROWN) + SET
         numbers[place] = torch.zeros_like(others[place])

@@ -24,13 +24,16 @@ class ByMicrobatches:
         found = by_rule[0] if by_rule else mean if rule == "mean" else sum(self.values)
         return {PLACE: torch.tensor(found, dtype=torch.float64)}
 
+    def zeros(self):
+        return set()
+
     def numbers_of(self, index):
         return {PLACE: torch.tensor(self.values[index], dtype=torch.float64)}
 
 
 def situation(values, whole):
     numbers = {PLACE: torch.tensor(whole, dtype=torch.float64)}
-    return [Pair(ByMicrobatches(*values), SimpleNamespace(numbers=lambda rules: dict(numbers)))]
+    return [Pair(ByMicrobatches(*values), SimpleNamespace(numbers=lambda rules: dict(numbers), zeros=set))]
 
 
 def test_the_rule_that_fits_all_batches_is_taken():
