@@ -330,6 +330,18 @@ class Recurrent(Base):
         return x.square().mean()
 
 
+class LooksBack(Base):
+    """Compares rows with those of the batch before where there are as many: nearly nothing at first."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.layers(batch)
+        loss = x.square().mean()
+        if batch_idx and self.before.shape == x.shape:
+            loss = loss + 1e-7 * 1e6 ** (batch_idx - 1) * (x - self.before).square().mean()
+        self.before = x.detach()
+        return loss
+
+
 class Stateful(Base):
     """Cells whose states have a row for each sample, in the second dimension of some; a hook may make the first."""
 
@@ -494,6 +506,7 @@ def equal_to_one_device(devices):
         found[f"{use}, prepared"] = train(Stateful(use, early=True), devices, epochs=2)
     found["memory"] = train(Remembers(), devices, epochs=2)
     found["rows of one"] = train(Recurrent(), devices)
+    found["small at first"] = train(LooksBack(), devices)
     module, trainer = Curriculum(), make_trainer(devices, epochs=2)
     trainer.fit(module, loader(), loader())
     found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]

@@ -28,7 +28,7 @@ LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers", "counts"]
 STATES = [
     *("is copied", "curriculum", "cells", "cells, prepared", "in the second dimension"),
-    *("in the second dimension, prepared", "memory", "rows of one"),
+    *("in the second dimension, prepared", "memory", "rows of one", "small at first"),
 ]
 
 

@@ -56,9 +56,13 @@ class RowsLeft:
         if rows or not self.are_divided:
             self._rows = list(rows)
 
+    def can_be_divided(self) -> bool:
+        """Whether there are rows that all microbatches find."""
+        return not self.are_divided and any(rows.holder.get(rows.key) is rows.value for rows in self._rows)
+
     def divide(self) -> bool:
         """Let microbatches have their own rows from now on; False: they have, or there are none."""
-        is_new = not self.are_divided and any(rows.holder.get(rows.key) is rows.value for rows in self._rows)
+        is_new = self.can_be_divided()
         self.are_divided = self.are_divided or is_new
         return is_new
 

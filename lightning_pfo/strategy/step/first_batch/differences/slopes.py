@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.gradients import way_of
 from lightning_pfo.strategy.step.whole.joining import Join
 
 _LEAST_TOLERANCE = 1e-3  # rounding of gradients that cancel each other
@@ -25,10 +26,16 @@ _RANDOM = 10  # how far apart random gradients must be, in the error of their me
 
 
 class Slopes:
-    """Takes the gradients of losses of a step's microbatches, each when its step has ended."""
+    """Takes the gradients of losses of a step's microbatches, each when its step has ended.
+
+    Attributes:
+        found: The gradients.
+        ways: How the losses are made, see `way_of`.
+    """
 
     def __init__(self) -> None:
         self.found: list[list[torch.Tensor]] = []
+        self.ways: set[int] = set()
 
     @contextmanager
     def of_step(self) -> Iterator[None]:
@@ -38,6 +45,7 @@ class Slopes:
 
     def take(self, loss: Any) -> None:
         """Differentiate the loss of the next microbatch; a loss that cannot be is followed by none."""
+        self.ways.add(way_of(loss)[0])
         leaves = [] if loss.grad_fn is None else _leaves_of(loss.grad_fn)
         with torch.enable_grad():
             gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True) if leaves else ()
