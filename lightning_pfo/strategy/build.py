@@ -242,7 +242,7 @@ def build_pipeline(
         shared,
         patches,
         replica_group,
-        batching=replace(batching, shifted_labels=shifts_labels(model), known=Known()),
+        batching=replace(batching, shifted_labels=shifts_labels(model), known=batching.known or Known()),
         check_loss=check_loss,
         divided=sharded is not None,
         compiled=compile,
