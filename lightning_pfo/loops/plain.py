@@ -363,6 +363,8 @@ class PipelinedModel(ModelState):
                 then=self._after_backward,
                 outputs="nobody",  # beside the loss
             )
+        if self._averages and self._pipeline.buffers is not None:
+            self._pipeline.buffers.keep()
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         if inputs:
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)
