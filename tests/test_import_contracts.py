@@ -111,7 +111,10 @@ MAY_KNOW = {
     },
     "strategy.coupling": {"core", "strategy.model"},
     "strategy.earlier": {"core", "strategy.model"},
-    "strategy.divide": {"core", "strategy.earlier", "strategy.step", "strategy.model", "strategy.parallel"},
+    "strategy.fitted_units": {"core", "strategy.step", "strategy.model", "strategy.parallel"},
+    "strategy.divide": {
+        *("core", "strategy.earlier", "strategy.fitted_units", "strategy.step", "strategy.model", "strategy.parallel"),
+    },
     "strategy.build": {
         "core",
         "strategy.divide",

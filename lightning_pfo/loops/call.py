@@ -31,6 +31,8 @@ from lightning_pfo.strategy.step.microbatches import (
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call, and the named ones."""
+ARGUMENTS = frozenset({"batch", "batch[0]"})
+"""Where the arguments are in it: they are parts of the batch, never a list of its samples."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
-from lightning_pfo.loops.call import ModelCall, check_example
+from lightning_pfo.loops.call import ARGUMENTS, ModelCall, check_example
 from lightning_pfo.loops.inputs import InputsWithGraph
 from lightning_pfo.loops.noticing import check_at_first_step, refuse_grad, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
@@ -38,6 +38,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import ranks_with_others
+from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
 from lightning_pfo.strategy.step.effects.within import within_step
@@ -165,7 +166,7 @@ class PipelinedModel(ModelState):
             stages_per_rank=stages_per_rank,
             max_in_flight=max_in_flight,
         )
-        batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over)
+        batching = Batching(batch_dim, split_batch, microbatch_weight, loss_over, known=Known(ARGUMENTS))
         self._call = ModelCall(module, loss_fn, batching, self._mesh.num_ranks, make_schedule, num_microbatches)
         self._has_example = example_batch is not None
         self._averages, self._has_unaveraged = True, False
@@ -362,6 +363,8 @@ class PipelinedModel(ModelState):
                 then=self._after_backward,
                 outputs="nobody",  # beside the loss
             )
+        if self._averages and self._pipeline.buffers is not None:
+            self._pipeline.buffers.keep()
         loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output
         if inputs:
             loss = inputs.attach(loss, self._mesh.pipeline_group, loss_scale)

@@ -55,7 +55,6 @@ from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
 from lightning_pfo.strategy.step.effects.within import number_in_step, step_ends_here, within_step
-from lightning_pfo.strategy.step.gradients import do_nothing
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
@@ -72,6 +71,7 @@ class Pipeline:
         shared: What this rank holds together with others.
         held: Parameters this rank holds.
         means: Averages gradients over replicas; None where there is one.
+        buffers: Gives replicas the first one's buffers, after steps whose gradients are averaged; None as above.
         forecast: Foretells the memory of training.
         description: The stages, for people.
         warnings: What people should know of how memory is divided.
@@ -82,6 +82,7 @@ class Pipeline:
     shared: list[Shared]
     held: list[nn.Parameter]
     means: ReplicaMeans | None
+    buffers: ReplicaBuffers | None
     forecast: MemoryForecast
     description: str
     warnings: list[str]
@@ -229,10 +230,10 @@ def build_pipeline(
     )
     if num_microbatches is not None:
         engine.set_num_microbatches(num_microbatches)
-    means, when_trained = None, do_nothing
+    means, buffers = None, None
     if replica_group is not None:
         means = ReplicaMeans(replica_group, groups.hosts(replica_group), precise=precise_gradients)
-        when_trained = ReplicaBuffers(model, replica_group, means.hosts).keep
+        buffers = ReplicaBuffers(model, replica_group, means.hosts)
     parameters = parameters_by_end(model, split.held, stages)
     runner = StepRunner(
         engine,
@@ -242,7 +243,7 @@ def build_pipeline(
         shared,
         patches,
         replica_group,
-        batching=replace(batching, shifted_labels=shifts_labels(model), known=Known()),
+        batching=replace(batching, shifted_labels=shifts_labels(model), known=batching.known or Known()),
         check_loss=check_loss,
         divided=sharded is not None,
         compiled=compile,
@@ -251,7 +252,6 @@ def build_pipeline(
         precise_gradients=precise_gradients,
         when_calling=partial(share_changed_buffers, model, shared, placement[-1]),
         when_training=AlikeWeights(model, shared).keep,
-        when_trained=when_trained,
     )
     forecast = MemoryForecast(
         engine,
@@ -273,7 +273,7 @@ def build_pipeline(
     )
     warnings = warnings_of(memory, split, placement)
     description = f"{partitioned}\n{memory}"
-    return Pipeline(engine, runner, shared, local_parameters(model), means, forecast, description, warnings)
+    return Pipeline(engine, runner, shared, local_parameters(model), means, buffers, forecast, description, warnings)
 
 
 def _rank_in(group: dist.ProcessGroup | None) -> int:

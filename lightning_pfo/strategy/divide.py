@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,24 +15,19 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError, PartitionError
 from lightning_pfo.strategy.earlier import earlier_split
+from lightning_pfo.strategy.fitted_units import fit_units
 from lightning_pfo.strategy.model.calls import LayerCalls, calls_by_need, check_measurable, layer_calls
 from lightning_pfo.strategy.model.memory import memory_of
 from lightning_pfo.strategy.model.partition import partition_layers
-from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split, split_units
-from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
-from lightning_pfo.strategy.model.tracing.dividing.cutting import undivided
 from lightning_pfo.strategy.model.tracing.dividing.phases import has_phases
 from lightning_pfo.strategy.model.tracing.ends import told_of_look
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
-from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction, is_transform
-from lightning_pfo.strategy.model.tracing.tracked import follow_units
+from lightning_pfo.strategy.model.tracing.noticing.applied import is_transform
 from lightning_pfo.strategy.model.units import Unit, Units, find_units
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.layer_times import agree_on_layer_times, measure_training_step
 from lightning_pfo.strategy.step.programs import Agree
-from lightning_pfo.strategy.step.tracing import trace_untouched
 from lightning_pfo.strategy.step.values import ALIKE, Prints
 
 _log = logging.getLogger(__name__)
@@ -98,7 +93,7 @@ def divide(
     if step is not None:
         on_cpu = partial(step, torch.device("cpu"))
         find = partial(find_units, model, pipeline_module, num_stages)
-        make = partial(_trace, model, units, on_cpu, find, at_least=num_stages, follows_weights=follows_weights)
+        make = partial(fit_units, model, units, on_cpu, find, at_least=num_stages, follows_weights=follows_weights)
         try:
             units, found, by_name = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
             look = "" if found.failure is None else told_of_look(found.failure)
@@ -267,157 +262,3 @@ def _telling(trace: Trace) -> Trace | None:
         _log.info("The step skips the first batch, by None; layers are taken as the module has them.")
         return None
     return trace
-
-
-def _trace(
-    model: nn.Module,
-    units: Units,
-    step: Callable[[], Any],
-    find: Callable[..., Units],
-    *,
-    at_least: int,
-    follows_weights: bool,
-    may_look_elsewhere: bool,
-    opened: frozenset[str] = frozenset(),
-    whole: tuple[str, ...] = (),
-    beside: tuple[str, ...] = (),
-) -> tuple[Units, Trace]:
-    """The step on a first microbatch, and the units that it needs.
-
-    Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
-    layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
-    enough are left, and so is one that calls its layers in an autograd.Function, as a reversible one does. Where the
-    step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in what
-    it does call. Where it calls too few, as of a network that grows or one that an autograd.Function runs, all that it
-    calls beside are layers too.
-
-    Args:
-        model: The user's module.
-        units: Its units.
-        step: The step.
-        find: Finds other units; see `find_units`.
-        at_least: How many layers there should be.
-        follows_weights: See `divide`.
-        may_look_elsewhere: Whether layers may be others than those of a module that was named.
-        opened: Layers that have been found not to be called.
-        whole: Modules that have been found to look at values.
-        beside: Modules that are layers too, as of others the step calls too few.
-    """
-    again = partial(
-        _trace,
-        model,
-        step=step,
-        find=find,
-        at_least=at_least,
-        follows_weights=follows_weights,
-        may_look_elsewhere=may_look_elsewhere,
-        opened=opened,
-        whole=whole,
-        beside=beside,
-    )
-    split = Split(units, layer_calls(units, None), (), {}, {})
-    trace_once = partial(trace_untouched, model, step, torch.device("cpu"), Caches(), follows_weights=follows_weights)
-    with Patches() as patches:
-        follow_units(units.all, patches)
-        take_backward_hooks(model, units.all, patches)
-        trace = trace_once()
-        while split.follow_into(trace.listened, patches):
-            trace = trace_once()
-    if (trace.failure is not None and not trace.marks) or trace.skips:
-        return units, trace
-    owners = _owners_of_applied(model, units, trace) - set(whole)
-    if owners and len((fewer := find(opened=opened, whole=(*whole, *sorted(owners)))).layers) >= at_least:
-        return again(fewer, whole=(*whole, *sorted(owners)))
-    in_parts = opened | _used_in_parts(units, trace)
-    if in_parts != opened:
-        return again(find(opened=in_parts, whole=whole), opened=in_parts)
-    for runs_whole in (_deciding(model, units, trace), _differentiating(model, units, trace, at_least)):
-        if runs_whole is not None:
-            fewer = find(opened=opened, whole=(*whole, runs_whole))
-            if len(fewer.layers) >= at_least:
-                return again(fewer, whole=(*whole, runs_whole))
-    if not trace.marks:
-        called = {unit.name for event in trace.events for unit in event.units}
-        if may_look_elsewhere and called:
-            with suppress(ConfigurationError):  # what is said of those that were found first helps more
-                others = find(called=called)
-                if len(others.layers) >= at_least and _names(others) != _names(units):
-                    return again(others, may_look_elsewhere=False)
-    if may_look_elsewhere and not beside and len({unit for unit, _ in trace.marks}) < at_least:
-        called_by_itself = {event.what: None for event in trace.events if isinstance(event.what, Unit)}
-        further = tuple(unit.name for unit in called_by_itself if not unit.is_layer and unit.num_parameters)
-        if further:
-            return again(find(opened=opened, whole=whole, beside=further), beside=further)
-    if not trace.marks:
-        inside = [event.what for event in trace.events if not set(units.layers).isdisjoint(event.units)]
-        if inside:
-            name = inside[0].cls if isinstance(inside[0], AppliedFunction) else inside[0]
-            raise ConfigurationError(
-                f"Layers are divided where the step calls them; those of {units.name!r} are called inside of "
-                f"{getattr(name, '__name__', name)}, a function that one stage runs as a whole. Divide layers that "
-                f"are called elsewhere (pipeline_module=...), if the model has some, or train it on one stage."
-            )
-        raise ConfigurationError(
-            f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
-            f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."
-        )
-    return units, trace
-
-
-def _names(units: Units) -> list[str]:
-    return [unit.name for unit in units.layers]
-
-
-def _owners_of_applied(model: nn.Module, units: Units, trace: Trace) -> set[str]:
-    """The names of modules with lists of layers whose weights an autograd.Function is given, and of their class."""
-    applied = [event for event in trace.events if isinstance(event.what, AppliedFunction)]
-    used = [name for event in applied for name in event.held]
-    found = set()
-    for layer in units.layers:
-        if not any(name.startswith(f"{layer.name}.") for name in used):
-            continue
-        name = layer.name.rpartition(".")[0]
-        while name and isinstance(model.get_submodule(name), (nn.ModuleList, nn.ModuleDict)):
-            name = name.rpartition(".")[0]
-        found.add(name)
-    kinds = {type(model.get_submodule(name)) for name in found - {""}}
-    # that of the first layers is not noted, as it takes the batch alone
-    return {name for name, module in model.named_modules() if name and type(module) in kinds}
-
-
-def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
-    """The name of a module with some of the layers, but not all, whose own code looks at values."""
-    return next(
-        (name for name, within in _with_layers(model, units, trace.deciding) if within < len(units.layers)), None
-    )
-
-
-def _differentiating(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:
-    """The name of a module with layers whose own code differentiates, where that leaves too few places to divide."""
-    if not trace.differentiations or len(trace.marks) - len(undivided(trace)) >= at_least:
-        return None
-    return next(
-        (name for name, _ in _with_layers(model, units, [each.module for each in trace.differentiations])), None
-    )
-
-
-def _with_layers(model: nn.Module, units: Units, modules: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """The names of those modules that have layers, and of how many."""
-    names: dict[Any, str] = {module: name for name, module in model.named_modules()}
-    for name in (names.get(module, "") for module in modules):
-        within = sum(unit.name.startswith(f"{name}.") for unit in units.layers) if name else 0
-        if within:
-            yield name, within
-
-
-def _used_in_parts(units: Units, trace: Trace) -> frozenset[str]:
-    """The names of layers that are not called, but of which a part is."""
-    called = {unit for unit, _ in trace.marks}.union(*(event.units for event in trace.events))
-    used = {name for event in trace.events for name in event.held}
-    if not trace.marks:  # parts that take tensors of the batch alone are no events
-        used.update(trace.everywhere)
-    return frozenset(
-        unit.name
-        for unit in units.layers
-        if unit not in called and any(name.rpartition(".")[0].startswith(f"{unit.name}.") for name in used)
-    )

@@ -34,6 +34,14 @@ def test_two_replicas_of_two_stages_train_like_ddp_of_two(folder):
     assert [seen["weights"] for seen in pipeline[1:]] == [{}] * 3
 
 
+def test_buffers_are_those_of_ddp_while_replicas_accumulate_and_afterwards(folder):
+    ddp, pipeline = of_ranks(folder, "buffers_ddp", 2), of_ranks(folder, "buffers_pipeline", 4)
+    assert len(ddp[0]["losses"]) == 7  # the last accumulation has one batch
+    for rank, seen in enumerate(pipeline):
+        assert seen["losses"] == pytest.approx(ddp[rank // 2]["losses"], abs=2e-5)
+    assert pipeline[0]["last"] == pytest.approx(ddp[0]["last"], abs=1e-6)
+
+
 def test_what_processes_tell_each_other_is_that_of_ddp_of_two(folder):
     """Ranks of a pipeline hold the same, so they count once."""
     ddp, pipeline = of_ranks(folder, "ddp", 2), of_ranks(folder, "pipeline", 4)

@@ -31,6 +31,7 @@ def seen(tmp_path_factory):
     [
         "two_of_one_accelerator",
         "rolled_back",
+        "state_from_the_beginning",
         "averages_and_a_teacher",
         "loaders_prepared_before",
         "gathered_for_metrics",
@@ -133,6 +134,16 @@ def test_checkpoints_of_tied_weights_go_to_a_pipeline_and_back(seen, family):
         ("summed_values_of_processes", "ConfigurationError", r"accelerator\.reduce counts .* accelerate\.utils"),
         ("other_batches_to_predict", "BatchError", r"ranks \[1\] received another one.*set_seed\(seed\)"),
         ("lbfgs", "ConfigurationError", r"LBFGS searches along one direction of all parameters.*AdamW"),
+        (
+            "part_of_a_state_for_others",
+            "ConfigurationError",
+            r"^Ranks without a state take that which rank 0 is given\. This state of an optimizer is that of one",
+        ),
+        (
+            "placeholders_for_others",
+            "ConfigurationError",
+            r"^Ranks without a state take that which rank 1 is given\. This state dict has placeholders",
+        ),
         ("generation", "ConfigurationError", r"model\.gather_module\(\)"),
         ("backward_in_evaluation", "ConfigurationError", r"its loss has no gradients\. Call model\.train\(\)"),
         ("another_backward", "ConfigurationError", r"hands the gradients of a step out once.*loss \+ 3 \* loss"),

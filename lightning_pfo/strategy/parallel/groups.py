@@ -144,7 +144,12 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def content_of(tensor: torch.Tensor) -> Any:
     """The bytes of a tensor, in host memory; not by `numpy()`, after which torch lets no layer resize its buffers."""
-    return np.from_dlpack(as_bytes(tensor.detach().cpu().contiguous()))
+    return np.from_dlpack(as_bytes(tensor.detach().cpu().resolve_conj().contiguous()))
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """That of a tensor's bytes; of others it is another one, nearly always."""
+    return zlib.crc32(content_of(tensor))
 
 
 def start_send(tensor: torch.Tensor, group: dist.ProcessGroup | None, rank: int, tag: int = 0) -> dist.Work:

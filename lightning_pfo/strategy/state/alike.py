@@ -7,7 +7,6 @@ weights where these are: the ranks of their stages. What is saved, and found by 
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
-from lightning_pfo.strategy.parallel.groups import Shared, content_of, copy_from, tell_all, tell_each_other
+from lightning_pfo.strategy.parallel.groups import Shared, checksum, copy_from, tell_all, tell_each_other
 
 _log = logging.getLogger(__name__)
 _LOOKS = frozenset({2, *(4**power for power in range(1, 16))})
@@ -171,8 +170,3 @@ def _copy(module: nn.Module, name: str, tensor: torch.Tensor, each: Shared, sour
 def _is_comparable(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     return is_tensor and not value.is_meta and value.layout == torch.strided
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """That of a tensor's bytes; of others it is another one, nearly always."""
-    return zlib.crc32(content_of(tensor))

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, tell_all
 from lightning_pfo.strategy.parallel.patches import unwarned
 from lightning_pfo.strategy.state.alike import changed_in, note_alike
+from lightning_pfo.strategy.state.placeholders import what_is_lacking
 
 Key = TypeVar("Key", bound=Hashable)
 Id = TypeVar("Id", int, str)
@@ -31,9 +33,14 @@ def local_module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def local_optimizer_state(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """What an optimizer holds on this rank, by parameter id and name of the value."""
-    state = optimizer.state_dict()["state"]
-    return {(index, name): value for index, values in state.items() for name, value in values.items()}
+    """What an optimizer holds on this rank, by parameter id and name of the value.
+
+    Some, as Adagrad, have a state of all parameters from the beginning; that of placeholders is none.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    elsewhere = {index for index, parameter in enumerate(parameters) if parameter.is_meta}
+    held = {index: values for index, values in optimizer.state_dict()["state"].items() if index not in elsewhere}
+    return {(index, name): value for index, values in held.items() for name, value in values.items()}
 
 
 def gather_module_state(module: nn.Module, last_rank: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
@@ -118,12 +125,18 @@ def given_to_some(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Returns:
         What this rank is given; instead of an empty state that of the first rank which has one, if any has.
+
+    Raises:
+        ConfigurationError: On all ranks, before anything is sent, if others would take one that lacks values.
     """
     have_one: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(have_one, bool(state))
-    if all(have_one) or not any(have_one):
+    dist.all_gather_object(have_one, (bool(state), what_is_lacking(state)))
+    are_given, lacking = zip(*have_one, strict=True)
+    if all(are_given) or not any(are_given):
         return state
-    source = have_one.index(True)
+    source = are_given.index(True)
+    if lacking[source] is not None:
+        raise ConfigurationError(f"Ranks without a state take that which rank {source} is given. {lacking[source]}")
     is_mine = dist.get_rank() == source
     described = tell_all(tree_map(_Layout.of, dict(state)) if is_mine else None, None, source)
     values: Iterator[Any] = iter(tree_leaves(dict(state)) if is_mine else ())

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.strategy.parallel.compat import named_tensors
-from lightning_pfo.strategy.parallel.groups import copy_from, spread, tell_each_other
-from lightning_pfo.strategy.state.alike import checksum
+from lightning_pfo.strategy.parallel.groups import checksum, copy_from, spread, tell_each_other
 
 Mark = tuple[tuple[int, ...], torch.dtype, str]
 """Shape and type of a tensor, and a few numbers that its values come to."""

@@ -8,7 +8,7 @@ their places, and is marked as a whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.parallel.compat import tensors_of, tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import is_written_from_nowhere, lacks_values
 
 _REFUSAL = (
@@ -120,6 +120,14 @@ class PartOfState(dict[Any, Any]):
 def refuse_saving_part(optimizer: Optimizer) -> None:
     """Let state dicts of an optimizer with parameters on the meta device have a `PartOfState`, if they have any."""
     optimizer.register_state_dict_post_hook(_mark_part)
+
+
+def what_is_lacking(state: Mapping[str, Any]) -> str | None:
+    """Why other ranks cannot take a state, of a module or an optimizer; None if it has all its values."""
+    leaves = tree_leaves(dict(state))
+    if any(isinstance(leaf, PartOfState) or _is_missing(leaf) for leaf in leaves):
+        return _REFUSAL_OF_PART if "param_groups" in state else _REFUSAL
+    return None
 
 
 def _mark_part(optimizer: Optimizer, state: dict[str, Any]) -> None:

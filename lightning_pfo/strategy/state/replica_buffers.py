@@ -1,4 +1,7 @@
-"""Buffers that training changes: replicas go on with those of the first, as under DDP (`broadcast_buffers`)."""
+"""Buffers that training changes: replicas go on with those of the first, as under DDP (`broadcast_buffers`).
+
+As there, replicas that accumulate gradients have buffers of their own until the gradients are averaged.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class ReplicaBuffers:
         self._marks = self._marks_now()
 
     def keep(self) -> None:
-        """Look for changes and copy what has changed; a collective call of all replicas, after each training step."""
+        """Look for changes and copy what has changed; a collective call of all replicas."""
         if not self._places:
             return
         buffers = [registry.get(key) for registry, key in self._places]

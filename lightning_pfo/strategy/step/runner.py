@@ -84,7 +84,6 @@ class StepRunner:
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         when_calling: Called where a step calls others than any of its kind before, before it runs; a collective call.
         when_training: Called before each training step; a collective call of the pipeline.
-        when_trained: Called after each; a collective call of replicas.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class StepRunner:
         precise_gradients: bool = False,
         when_calling: Callable[[], object] = do_nothing,
         when_training: Callable[[], object] = do_nothing,
-        when_trained: Callable[[], object] = do_nothing,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -118,7 +116,6 @@ class StepRunner:
         self._hosts = engine.host_group()
         self._when_calling = when_calling
         self._when_training = when_training
-        self._when_trained = when_trained
         self._means = means
         self._exchanges: dict[str, ValueExchange] = {}
         self._phases = PhaseRunner(on_stages)
@@ -216,7 +213,6 @@ class StepRunner:
                 refuse_nan(engine, self.owner, batch, loss, results)
             self._is_first_batch = False  # a batch that is skipped is none
         self._leave_behind(outcome, batch, train=True)
-        self._when_trained()
         if loss is None:
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)

@@ -300,10 +300,11 @@ class StepStrategy(CheckpointStrategy):
                 outputs="all" if is_wanted else "nobody",
                 tells=is_wanted,
             )
-            if manual is not None:
-                return manual.train(train, runner.programs)
-            result = train()
-        return SKIPPED if result is None else result
+            result = train() if manual is None else manual.train(train, runner.programs)
+        buffers = self._get_pipeline().buffers
+        if buffers is not None and (manual is not None or not self._accumulating):
+            buffers.keep()
+        return SKIPPED if result is None and manual is None else result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -137,7 +137,47 @@ def main(name):
     (FOLDER / f"{name}_{dist.get_rank()}.json").write_text(json.dumps(history))
 
 
+class Recalling(nn.Module):
+    """Computes with what the batch before has left in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(6))
+
+    def forward(self, x):
+        shifted = x + self.last
+        self.last.copy_(x.detach().mean(0))
+        return shifted
+
+
+def buffers(name):
+    """Buffers of a replica are its own while it accumulates, and then the first one's."""
+    set_seed(3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net = nn.Sequential(Recalling(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    train, _ = make_loaders(batch_size=8)
+    if name == "pipeline":
+        options = {"num_microbatches": 1, "schedule": "gpipe", "data_parallel_size": 2}
+        model, optimizer, train = prepare_pipeline(accelerator, net, optimizer, train, loss_fn, **options)
+    else:
+        model, optimizer, train = accelerator.prepare(net, optimizer, train)
+    losses = []
+    for x, y in train:
+        with accelerator.accumulate(model):
+            loss = model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    last = accelerator.get_state_dict(model).get("0.last")
+    found = {"losses": losses, "last": None if last is None else last.tolist()}
+    (FOLDER / f"buffers_{name}_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
 run_ranks(main, 2, "ddp")
+run_ranks(buffers, 2, "ddp")
+run_ranks(buffers, 4, "pipeline")
 run_ranks(main, 4, "pipeline")
 run_ranks(resumed, 4, "pipeline", "ddp")
 run_ranks(resumed, 2, "ddp", "pipeline")

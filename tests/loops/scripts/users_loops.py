@@ -513,9 +513,31 @@ def rolled_back():
     return {"losses": losses, "weights": sums(state_of(accelerator, model))}
 
 
+def state_from_the_beginning():
+    """Adagrad has a state of all parameters before its first step, of placeholders too."""
+    accelerator, model = make_accelerator(), make_net()
+    model, _, loader = prepare(accelerator, model, None, named(make_loaders()[0]))
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    optimizer = accelerator.prepare(adagrad)
+    losses, kept = [], copy.deepcopy(optimizer.state_dict())
+    for step, batch in enumerate(loader):
+        if step in (2, 5):
+            optimizer.load_state_dict(copy.deepcopy(kept))
+            kept = copy.deepcopy(optimizer.state_dict())
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    states = [{name: float(value.sum()) for name, value in each.items()} for each in kept.get("state", {}).values()]
+    told = broadcast_object_list([states])
+    return {"losses": losses, "states": told[0]}
+
+
 LOOPS = (
     two_of_one_accelerator,
     rolled_back,
+    state_from_the_beginning,
     averages_and_a_teacher,
     whole_parameters,
     loaders_prepared_before,

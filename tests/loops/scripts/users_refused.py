@@ -209,7 +209,22 @@ def compiled_afterwards():
     torch.compile(model, backend="eager")(**batch)
 
 
+def part_of_a_state_for_others():
+    accelerator, model = make_accelerator(), make_net()
+    model, optimizer, _ = prepare(accelerator, model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(**train_loader()[0])["loss"])
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.optimizer.state_dict() if accelerator.is_main_process else {})
+
+
+def placeholders_for_others():
+    accelerator, model, _ = simple()
+    model.load_state_dict({} if accelerator.is_main_process else model.state_dict())
+
+
 REFUSALS = (
+    part_of_a_state_for_others,
+    placeholders_for_others,
     backward_in_evaluation,
     another_backward,
     copied_model,

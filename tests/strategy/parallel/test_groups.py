@@ -30,6 +30,8 @@ def test_layers_may_resize_a_buffer_whose_bytes_were_read():
     buffer = torch.tensor([1.0, 2.0]).to(torch.bfloat16)
     assert content_of(buffer).tobytes() == buffer.view(torch.int16).numpy(force=True).tobytes()
     assert content_of(torch.zeros(0, 3)).size == 0
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert content_of(conjugate).tobytes() == content_of(torch.tensor([1 - 2j])).tobytes()
     other = torch.zeros(2)
     content_of(other)
     other.resize_(8)

@@ -99,6 +99,7 @@ class Places:
         self._classes: list[type] = []
         self._optimizing: dict[str, Any] = {}
         self._names: dict[int, frozenset[str]] = {}
+        self._asked_with = (-1, -1)
         self._owner = owner
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
@@ -124,7 +125,11 @@ class Places:
             self._of_trainer()
 
     def _of_trainer(self) -> None:
-        """Note what the Trainer has that is named in code found so far."""
+        """Note what the Trainer has that is named in code found so far, unless no more was found than last time."""
+        found = (len(self._names), len(self._optimizing))
+        if found == self._asked_with:
+            return
+        self._asked_with = found
         for name, other in others_of(self._owner, self._is_named):
             self._object((name,), other)
             if isinstance(other, Dataset):

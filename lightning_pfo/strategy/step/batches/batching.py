@@ -41,7 +41,7 @@ class Batching:
         shifted_labels: Whether the first label of each sequence has no part in the loss.
         has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
         expected: Says which sizes the loaders say that their batches have; see `reading`.
-        known: What earlier batches tell of later ones, see there; None: nothing is remembered.
+        known: What is known of batches, by earlier ones too, see there; None: nothing is remembered.
         integers: Gives what may be labels in the present batch, as it was on the host; None: nobody knows.
 
     Raises:
@@ -122,11 +122,13 @@ class Batching:
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.size
-        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim, self.expected())
+        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim, self.expected(), self.known)
 
     def evaluation_size_of(self, batch: Any) -> int | None:
         """Number of samples of a batch that is only run forward; 1: it need not be divided; None: it is not known."""
-        return None if self.split_batch is not None else size_or_one(batch, self.batch_dim, self.expected())
+        if self.split_batch is not None:
+            return None
+        return size_or_one(batch, self.batch_dim, self.expected(), self.known)
 
     def first_parts(self, batch: Any, microbatches: Microbatches, number: int) -> Any:
         """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,7 @@ def node_of(
     *,
     objects: bool = False,
     sliced: bool = True,
+    structure: Collection[str] = ("batch",),
     around: frozenset[int] = frozenset(),
 ) -> Node:
     """The tree of a batch, or of a part of it.
@@ -82,25 +83,24 @@ def node_of(
         batch_dim: The dimension along which tensors have samples.
         objects: Whether objects with tensors among their attributes are containers.
         sliced: Whether those that can be sliced are none.
+        structure: Paths of tuples that are no lists of samples, however long they are.
         around: Identities of the containers around it, as one may contain itself.
     """
     if type(value) in PLAIN or id(value) in around:
         return Node(path, value, is_around=id(value) in around)
     if has_samples(value):
         return Node(path, value, size=num_samples(value, batch_dim))
-    length = _length_of(value)
+    length = None if isinstance(value, tuple) and path in structure else _length_of(value)
     if isinstance(value, (list, tuple)) and set(map(type, value)) <= set(PLAIN):  # of texts there may be thousands
-        return Node(path, value, length=None if path == "batch" and isinstance(value, tuple) else length)
+        return Node(path, value, length=length)
     parts = parts_of(value, objects=objects and not (sliced and length is not None) and holds_tensors(value))
     if parts is None:
         return Node(path, value, length=length)
     inside = around | {id(value)}
     children = [
-        node_of(part, path + name, batch_dim, objects=objects, around=inside)
+        node_of(part, path + name, batch_dim, objects=objects, structure=structure, around=inside)
         for name, part in zip(parts.names, parts.values, strict=True)
     ]
-    if path == "batch" and isinstance(value, tuple):
-        length = None
     return Node(path, value, parts=parts, children=children, length=length)
 
 

@@ -7,8 +7,9 @@ Nothing in it says which, so this is the rule:
    that is what `torch.utils.data.default_collate` makes.
 2. A list as long as the batch is a list of samples if it holds no tensors (texts, ids, numbers), or if its items are
    of one kind and their tensors are not all of the batch size (images, dicts of boxes and labels). A tuple that is the
-   batch itself is structure. Earlier batches tell what may be either in this one: a list that was as long in a batch of
-   another size is structure, one that had tensors for each sample has them again.
+   batch itself is structure, and so is that of a call's arguments. Earlier batches tell what may be either in this
+   one: a list that was as long in a batch of another size is structure, one that had tensors for each sample has them
+   again.
 3. Where no tensor is outside of lists of samples, these say what the batch size is. Where both readings are possible,
    the one whose size the DataLoader is known to have is right; otherwise the first, and a warning says so if a mistake
    is likely. Where neither is possible, or nothing says which, the batch is refused.
@@ -49,13 +50,15 @@ class Reading:
 
 @dataclass(frozen=True)
 class Known:
-    """What earlier batches tell of lists in later ones, which may be as long as their elements are by chance.
+    """What is known of lists in a batch, which may be as long as their elements are by chance; earlier ones tell.
 
     Attributes:
+        structure: Paths of tuples that are no lists of samples, however long they are.
         lengths: Paths and lengths of lists that were as long in batches of other sizes.
         samples: Paths of lists that had a tensor, or several, for each sample.
     """
 
+    structure: frozenset[str] = frozenset({"batch"})
     lengths: set[tuple[str, int | None]] = field(default_factory=set)
     samples: set[str] = field(default_factory=set)
 
@@ -76,16 +79,17 @@ def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: 
         batch: The batch.
         batch_dim: The dimension along which tensors have samples.
         expected: Sizes that a DataLoader says its batches have; used where a batch can be understood in two ways.
-        known: What earlier batches tell, to which this one is added; None: nothing.
+        known: What is known of batches, to which this one is added; None: nothing.
 
     Raises:
         BatchError: If sizes contradict each other, or there is none.
     """
     if batch_dim < 0:
         raise BatchError(f"batch_dim counts dimensions from the first, 0, on; got {batch_dim}.")
-    root = node_of(batch, "batch", batch_dim)
+    structure = (known or Known()).structure
+    root = node_of(batch, "batch", batch_dim, structure=structure)
     if not root.has_tensors:  # then an object of another class may be all there is
-        root = node_of(batch, "batch", batch_dim, objects=True)
+        root = node_of(batch, "batch", batch_dim, objects=True, structure=structure)
     readings = [_read_as(root, size, expected, known) for size in _candidates(root)]
     possible = [reading for reading in readings if reading is not None]
     if not any(reading.is_firm for reading in possible):

@@ -94,7 +94,7 @@ def split_batch(
     if split is not None:
         return _split_by(split, batch, num_microbatches, batch_dim)
     if num_microbatches == 1:  # whatever it is
-        return Microbatches((batch,), (size_or_one(batch, batch_dim, expected),))
+        return Microbatches((batch,), (size_or_one(batch, batch_dim, expected, known),))
     reading = read(batch, batch_dim, expected, known)
     sizes = even_sizes(reading.size, num_microbatches)
     if len(sizes) == 1:
@@ -105,9 +105,9 @@ def split_batch(
     return Microbatches(parts, sizes)
 
 
-def batch_size_of(batch: Any, batch_dim: int = 0, expected: Collection[int] = ()) -> int:
+def batch_size_of(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: Known | None = None) -> int:
     """The number of samples of a batch; arguments and errors as for `split_batch`."""
-    return read(batch, batch_dim, expected).size
+    return read(batch, batch_dim, expected, known).size
 
 
 def first_samples(
@@ -118,10 +118,10 @@ def first_samples(
     return _take(reading.root, reading, 0, number, batch_dim)
 
 
-def size_or_one(batch: Any, batch_dim: int, expected: Collection[int] = ()) -> int:
+def size_or_one(batch: Any, batch_dim: int, expected: Collection[int] = (), known: Known | None = None) -> int:
     """The number of samples of a batch, or 1 if it cannot be divided."""
     try:
-        return batch_size_of(batch, batch_dim, expected)
+        return batch_size_of(batch, batch_dim, expected, known)
     except BatchError:
         return 1
 

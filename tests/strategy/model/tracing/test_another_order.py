@@ -10,6 +10,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
 from lightning_pfo.strategy.model.tracing.dividing.phases import phases_of
+from lightning_pfo.strategy.model.tracing.noticing.content import Contents
 from lightning_pfo.strategy.model.tracing.tracked import current_run
 from tests.strategy.model.stages import Followed, Holder, Stages, assert_equal, run_plainly
 
@@ -50,6 +51,16 @@ def _twice(owner):
 def _checks(owner):
     normal = torch.distributions.Normal(owner.judge(X), 1.0, validate_args=True)
     return normal.log_prob(owner.judge(owner.make(Z))).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_tensors_of_the_steps_own_tell_calls_apart(dtype):
+    """Ranks may make calls in other orders."""
+    one, other = torch.ones(3).to(dtype), torch.full((3,), 2.0).to(dtype)
+    numbers = [Contents().of_call(torch.add, (), [each]) for each in (one, other, one.clone())]
+    assert numbers[0] != numbers[1]
+    assert numbers[0] == numbers[2]
+    assert Contents().of_call(torch.add, (), [one.to_sparse()]) == Contents().of_call(torch.add, (), [one.to_sparse()])
 
 
 SAYS_THAT_IT_CHECKS = "_is_all_true" in inspect.getsource(torch.distributions.distribution)

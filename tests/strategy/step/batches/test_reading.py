@@ -2,13 +2,15 @@
 
 import logging
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
 from lightning_pfo.core.errors import BatchError
-from lightning_pfo.strategy.step.batches.reading import read
+from lightning_pfo.loops.call import ARGUMENTS
+from lightning_pfo.strategy.step.batches.reading import Known, read
 from lightning_pfo.strategy.step.batches.splitting import split_batch
 
 
@@ -139,6 +141,37 @@ def test_ordinary_batches_are_understood_without_a_word(batch, caplog):
     with caplog.at_level(logging.WARNING):
         read(batch)
     assert caplog.text == ""
+
+
+@dataclass
+class Sentences:
+    ids: torch.Tensor
+    labels: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size", "lists"),
+    [
+        ((Sentences(zeros(8, 6), zeros(8)),), 8, []),
+        (({"x": zeros(5), "y": zeros(5)},), 5, []),
+        ((zeros(3, 5, 5), zeros(3, 5, 5)), 3, []),  # they look like two images
+        ((["a", "b", "c"],), 3, ["batch[0][0]"]),
+        (("mean", "max", zeros(3)), 3, []),
+        ((IMAGES, TARGETS), 4, ["batch[0][0]", "batch[0][1]"]),
+    ],
+    ids=["dataclass", "dict", "two tensors", "texts", "options", "detection"],
+)
+def test_the_arguments_of_a_call_are_no_list_of_samples(arguments, size, lists, caplog):
+    with caplog.at_level(logging.WARNING):
+        for named in ({}, {"weights": zeros(size)}):
+            reading = read((arguments, named), known=Known(ARGUMENTS))
+            assert (reading.size, sorted(reading.lists)) == (size, lists)
+    assert caplog.text == ""
+
+
+def test_options_beside_as_many_samples_are_given_to_each_microbatch():
+    batch = (("mean", "max"), {"x": zeros(2)})
+    assert [args for args, _ in split_batch(batch, 2, known=Known(ARGUMENTS))] == [("mean", "max")] * 2
 
 
 def test_many_samples_of_different_sizes_are_read_in_little_more_than_one_pass():

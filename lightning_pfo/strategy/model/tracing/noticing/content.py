@@ -7,7 +7,6 @@ function, the constants that it is given, and what its other arguments are made 
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
@@ -18,6 +17,7 @@ import torch
 from lightning_pfo.strategy.model.tracing.noticing.leaves import is_value
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.parallel.groups import checksum
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.Size, slice, type(Ellipsis))
 _LARGEST = 4096
@@ -69,9 +69,8 @@ def _told(leaf: Any, of_values: Mapping[int, int], *, by_name: bool) -> str:
             if by_name or is_placeholder(leaf) or leaf.numel() > _LARGEST:
                 return form
             try:
-                own = leaf.detach().cpu().contiguous().clone()  # after `numpy()` no layer could resize a buffer
-                return f"{form} {zlib.crc32(own.numpy().tobytes())}"
-            except (RuntimeError, TypeError):
+                return f"{form} {checksum(leaf)}"
+            except RuntimeError:  # sparse, or within a transform of torch.func
                 return form
     if isinstance(leaf, torch.device):
         return leaf.type
