@@ -106,7 +106,7 @@ class StepRun:
         recorder = self.recorder
         outcome = self.effects.outcome(recorder.sizes, recorder.weights, rules, is_sent=is_sent)
         totals = totals_in(self.effects.changes, outcome["changes"], self.effects.value_at)
-        outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules, totals)]
+        outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules, totals, self.effects.told)]
         return outcome | recorder.output(self.results, rules, train=self.train, batch_dim=self.batch_dim)
 
     def left(self, index: int) -> Left:

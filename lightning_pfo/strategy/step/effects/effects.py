@@ -51,6 +51,7 @@ class Effects:
         dear: Changes that stay on the rank where the step was run to its end.
         flags: How the module was switched at the begin of the batch.
         outlets: What a step says something through.
+        told: What metrics are told of the batch.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Effects:
         self.changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self.dear: Changes = {}
+        self.told: list[Call] = []
         self._here: list[Call] = []
         self._is_alone = False
 
@@ -190,9 +192,10 @@ class Effects:
         changes = self._attributes.merged(self.changes, sizes, weights, rules)
         calls = merged_calls(self._calls, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
+        self.told = [call for call in calls if is_of_metric(call)]
         if is_sent:
             self.dear = self._attributes.dear(changes)
-            self._here = [call for call in calls if is_of_metric(call)]
+            self._here = self.told
             calls = [call for call in calls if not is_of_metric(call)]
         return {
             "changes": {path: change for path, change in changes.items() if path not in self.dear},
