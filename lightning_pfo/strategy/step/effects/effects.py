@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,6 +46,7 @@ class Effects:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
         earlier: What is known from earlier batches; None: it is no batch that counts.
+        meters: Then what is known of objects that count samples, see `Earlier`.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
@@ -55,10 +56,15 @@ class Effects:
     """
 
     def __init__(
-        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, earlier: Earlier | None = None
+        self,
+        owner: nn.Module,
+        modules: Mapping[str, nn.Module] = NO_MODULES,
+        earlier: Earlier | None = None,
+        meters: MutableMapping[Path, bool] | None = None,
     ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules, None if earlier is None else earlier.large)
+        large, meters = (None, meters) if earlier is None else (earlier.large, earlier.meters)
+        self._attributes = Attributes(owner, modules, large, meters)
         self.looks = earlier is None or earlier.number > 0
         self._counts = earlier is not None
         self._opaque: OpaqueLook | None = None
