@@ -22,7 +22,9 @@ from lightning_pfo.strategy.parallel.groups import spread, tell_each_other
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
+from lightning_pfo.strategy.step.effects.outward.calls import Call
 from lightning_pfo.strategy.step.metrics.compat import batch_value
+from lightning_pfo.strategy.step.metrics.of_batch import SaidOfBatch
 from lightning_pfo.strategy.step.metrics.states import MetricPlace, is_metric, place_of
 from lightning_pfo.strategy.step.metrics.totals import Totals, is_count
 
@@ -61,6 +63,7 @@ class LogRecorder:
         batch_sizes: What is said by `batch_size` that each microbatch stands for.
         metrics: For names under which a metric object was logged, where `owner` holds it.
         without_value: Those of them that have no value for the batch.
+        said: What metrics have said of the batch.
         of_epochs: Whether a step logs on_epoch if it does not say otherwise, as all but that of training do.
     """
 
@@ -75,6 +78,9 @@ class LogRecorder:
     without_value: set[str] = field(default_factory=set)
     of_epochs: bool = False
 
+    def __post_init__(self) -> None:
+        self.said = SaidOfBatch(self.owner)
+
     @property
     def size(self) -> int:
         """How many samples it has."""
@@ -82,6 +88,7 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `LightningModule.log`."""
+        logged = value
         if is_metric(value):
             # where Lightning finds none it asks for a name, and takes any
             place = place_of(self.owner, value, anywhere=kwargs.get("metric_attribute") is not None)
@@ -105,6 +112,7 @@ class LogRecorder:
             key = (name, key[1] + 1)
         if kwargs.get("batch_size") is not None:
             self.batch_sizes.setdefault(key, {})[self.index] = kwargs["batch_size"]
+        self.said.logs(key, logged)
         self.values.setdefault(key, []).append((self.index, value))
         self.arguments[key] = kwargs
 
@@ -120,8 +128,16 @@ class LogRecorder:
             f"metric object; this is a {type(value).__name__}. Log its mean, or the parts one by one."
         )
 
-    def logged(self, rules: Rules | None = None, totals: Totals | None = None) -> list[Logged]:
-        """The calls for the batch, with values over its microbatches; `totals` knows the counts that the step keeps."""
+    def logged(
+        self, rules: Rules | None = None, totals: Totals | None = None, told: Sequence[Call] = ()
+    ) -> list[Logged]:
+        """The calls for the batch, with values over its microbatches.
+
+        Args:
+            rules: What is known of values at the same place.
+            totals: Knows the counts that the step keeps.
+            told: What metrics are told of the batch.
+        """
         known = rules or Rules()
         return [
             Logged(
@@ -129,7 +145,7 @@ class LogRecorder:
                 self.metrics.get(key[0]),
                 key[0] not in self.without_value,
                 self._arguments_of(key, known),
-                self._reduce(key, values, known, totals),
+                self._reduce(key, values, known, totals, told),
             )
             for key, values in self.values.items()
         ]
@@ -181,9 +197,17 @@ class LogRecorder:
         return self.arguments[key] | {"batch_size": of_batch}
 
     def _reduce(
-        self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules, totals: Totals | None
+        self,
+        key: tuple[str, int],
+        values: list[tuple[int, Any]],
+        rules: Rules,
+        totals: Totals | None,
+        told: Sequence[Call],
     ) -> torch.Tensor:
         """The value of a batch; `reduce_fx` is for batches, so of microbatches only counts are added or compared."""
+        said = self.said.value(key, len(self.sizes), told) if self.is_looked_at(key) else None
+        if said is not None:
+            return said.detach().to(torch.float64).reshape(())
         if totals is not None and key[0] not in self.metrics:
             total = totals(place_of_log(*key), dict(values), rules)
             if total is not None:

@@ -4,6 +4,7 @@ On one rank and on two; each writes values and warnings.
 """
 
 import json
+import logging
 import sys
 import warnings
 from pathlib import Path
@@ -138,7 +139,142 @@ class Aggregates(Computes):
         self.seen += [float(self.trainer.callback_metrics[name]) for name in ("logged_epoch", "of validation")]
 
 
+class Own(torchmetrics.Metric):
+    """A metric whose states are put together in two ways, and written into."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("largest", torch.tensor(-9.0), dist_reduce_fx="max")
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, found):
+        self.largest = torch.maximum(self.largest, found.max())
+        self.number += len(found)
+
+    def compute(self):
+        return self.largest * self.number
+
+
+class Says(Computes):
+    """Metrics that say something of a batch, or of all so far, which the step logs."""
+
+    def __init__(self):
+        super().__init__()
+        kinds = {
+            "sum": torchmetrics.SumMetric(),
+            "largest": torchmetrics.MaxMetric(),
+            "least": torchmetrics.MinMetric(),
+            "mean": torchmetrics.MeanMetric(),
+            "own": Own(),
+            "f1": torchmetrics.F1Score("binary"),
+            "auroc": torchmetrics.AUROC("binary"),
+            "twice": torchmetrics.MeanSquaredError(squared=False),
+        }
+        self.told, self.asked = nn.ModuleDict(kinds), nn.ModuleDict({name: kinds[name].clone() for name in kinds})
+        self.all = nn.ModuleDict({name: kinds[name].clone() for name in ("sum", "largest", "mean")})
+        self.f1s = torchmetrics.MetricCollection([torchmetrics.F1Score("binary"), torchmetrics.Recall("binary")])
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        found = self.net(x)
+        loss, first = found.square().mean(), found[:, 0].detach()
+        arguments = {
+            "sum": ((first > 0).sum(),),
+            "largest": (first,),
+            "least": (loss.detach(),),
+            "mean": (loss.detach(), len(x)),
+            "own": (found.detach(),),
+            "f1": (first.sigmoid(), (x[:, 0] > 0).int()),
+            "auroc": (first.sigmoid(), (x[:, 0] > 0).int()),
+            "twice": (first, x[:, 0]),
+        }
+        for name, of_name in arguments.items():
+            self.told[name](*of_name)
+            self.log(name, self.told[name], on_step=True, on_epoch=True)
+            self.log(f"{name} asked", self.asked[name](*of_name))
+        self.told["twice"](first, x[:, 1])
+        self.log("second", self.told["twice"])
+        self.log_dict(self.f1s(*arguments["f1"]))
+        self.log("before", self.all["sum"].compute())
+        for name, metric in self.all.items():
+            metric.update(*arguments[name])
+            self.log(f"{name} of all", metric.compute())
+        self.all["sum"].update(1)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        shown = self.trainer.callback_metrics
+        self.seen += [float(value) for name, value in sorted(shown.items()) if not name.endswith("_epoch")]
+
+    def on_train_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        self.seen += [float(self.trainer.callback_metrics[f"{name}_epoch"]) for name in self.told]
+
+
+class Criterion:
+    """A loss that grows with the number of its calls."""
+
+    def __init__(self):
+        self.calls, self.weight = 0, 0.0
+
+    def __call__(self, found):
+        self.calls += 1
+        self.weight = min(1.0, self.calls / 5)
+        return found.square().mean() * (1 + self.weight)
+
+
+class Keeps(Computes):
+    """Counts that the step keeps in lists; the last batch has microbatches of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.hits, self.number, self.total, self.kept = 0, 0, 0.0, []
+        self.criterion = Criterion()
+
+    def training_step(self, batch, batch_idx):
+        found = self.net(batch[0])
+        loss = self.criterion(found)
+        self.hits += int((found[:, 0] > 0.15).sum())  # of some batches there are none
+        self.number += len(found)
+        self.total += loss.item() * len(found)
+        self.kept += [self.hits, self.total / self.number]
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        pass
+
+    def on_train_epoch_end(self):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        self.seen += [self.hits, self.number, self.total, *self.kept, self.criterion.calls, self.criterion.weight]
+
+
+class Warned(logging.Handler):
+    """Keeps what is said of numbers that are others than on one device."""
+
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        if "neither their mean" in record.getMessage():
+            self.said.append(record.getMessage())
+
+
 def run(number, kind, rows):
+    logging.getLogger("lightning_pfo").addHandler(warned := Warned())
     trainer = L.Trainer(
         accelerator="cpu",
         devices=number,
@@ -154,10 +290,12 @@ def run(number, kind, rows):
         warnings.simplefilter("always")
         trainer.fit(module, loader, loader)
     told = [str(warning.message) for warning in caught if "``compute`` method" in str(warning.message)]
-    found = json.dumps({"seen": module.seen, "told": told})
+    found = json.dumps({"seen": module.seen, "told": told, "warned": warned.said})
     (FOLDER / f"{kind.__name__}_{number}_{trainer.global_rank}.json").write_text(found)
 
 
 for number in (1, 2):
     run_ranks(run, number, number, Computes, 30)
     run_ranks(run, number, number, Aggregates, 28)
+    run_ranks(run, number, number, Says, 28)
+    run_ranks(run, number, number, Keeps, 28)

@@ -32,6 +32,25 @@ def test_what_adds_up_numbers_is_told_once_for_a_batch(runs, rank):
     assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
 
 
+@pytest.mark.parametrize("rank", ["Says_2_0", "Says_2_1"])
+def test_what_metrics_say_of_a_batch_is_what_they_say_on_one_device(runs, rank):
+    """Also of states that are put together otherwise than by a sum, and of all that aggregators were told so far."""
+    alone = runs["Says_1_0"]["seen"]
+    assert len(alone) > 2 * 4 * 20
+    assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5, nan_ok=True)
+    assert not runs[rank]["warned"]
+
+
+@pytest.mark.parametrize("rank", ["Keeps_2_0", "Keeps_2_1"])
+def test_counts_that_a_step_keeps_in_lists_are_those_of_one_device(runs, rank):
+    """Also where a batch adds nothing, and of sums and calls where each microbatch has one sample."""
+    alone = runs["Keeps_1_0"]["seen"]
+    hits = alone[3:-2:2]
+    assert 2 < len(set(hits)) < len(hits) == 2 * 4
+    assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
+    assert not runs[rank]["warned"]
+
+
 def test_the_first_rank_warns_of_what_was_never_updated_alone(runs):
     assert len(runs["Computes_1_0"]["told"]) == 1
     assert runs["Computes_2_0"]["told"] == runs["Computes_1_0"]["told"]

@@ -85,6 +85,8 @@ class Rules:
     Attributes:
         candidates: Of which counts of the step what is logged at a place was made so far in each batch; see `totals`.
         tells_nothing: In how many batches nobody could tell.
+        totals: Where it was made of counts in some batch.
+        sums: Which modules and objects add up numbers of samples, so that floating-point ones grow by the sum.
     """
 
     def __init__(self) -> None:
@@ -100,6 +102,8 @@ class Rules:
         self._samples = 0
         self.candidates: dict[str, frozenset[Any]] = {}
         self.tells_nothing: Counter[str] = Counter()
+        self.totals: set[str] = set()
+        self.sums: set[Any] = set()
 
     @contextmanager
     def comparing(self, look: Callable[[], object] | None, samples: int = 0) -> Iterator[None]:

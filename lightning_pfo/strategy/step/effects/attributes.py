@@ -64,6 +64,7 @@ class Attributes:
         owner: The user's module.
         modules: Other modules whose attributes count, by name.
         large: Which large tensors are written into; None: it is no batch that counts.
+        meters: Which objects are known to count samples or not.
 
     Attributes:
         generators: Its random generators.
@@ -74,7 +75,11 @@ class Attributes:
     """
 
     def __init__(
-        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, large: LargeTensors | None = None
+        self,
+        owner: nn.Module,
+        modules: Mapping[str, nn.Module] = NO_MODULES,
+        large: LargeTensors | None = None,
+        meters: MutableMapping[Path, bool] | None = None,
     ) -> None:
         places = Places(owner, modules)
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
@@ -85,7 +90,7 @@ class Attributes:
         self._holders = places.holders
         self._paths = {id(holder): path for path, holder in places.holders.items()}
         self._settings = places.settings
-        self._meters = Meters(places.objects)
+        self._meters = Meters(places.objects, {} if meters is None else meters)
         self.generators = Generators(places.generators)
         self.streams = Streams(places.streams, places.containers)
         self.opaque = places.opaque

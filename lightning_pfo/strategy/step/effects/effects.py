@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -46,18 +46,25 @@ class Effects:
         owner: The user's module, as it is at the begin of the batch.
         modules: Other modules whose attributes count, by name.
         earlier: What is known from earlier batches; None: it is no batch that counts.
+        meters: Then what is known of objects that count samples, see `Earlier`.
 
     Attributes:
         dear: Changes that stay on the rank where the step was run to its end.
         flags: How the module was switched at the begin of the batch.
         outlets: What a step says something through.
+        told: What metrics are told of the batch.
     """
 
     def __init__(
-        self, owner: nn.Module, modules: Mapping[str, nn.Module] = NO_MODULES, earlier: Earlier | None = None
+        self,
+        owner: nn.Module,
+        modules: Mapping[str, nn.Module] = NO_MODULES,
+        earlier: Earlier | None = None,
+        meters: MutableMapping[Path, bool] | None = None,
     ) -> None:
         self._owner = owner
-        self._attributes = Attributes(owner, modules, None if earlier is None else earlier.large)
+        large, meters = (None, meters) if earlier is None else (earlier.large, earlier.meters)
+        self._attributes = Attributes(owner, modules, large, meters)
         self.looks = earlier is None or earlier.number > 0
         self._counts = earlier is not None
         self._opaque: OpaqueLook | None = None
@@ -72,6 +79,7 @@ class Effects:
         self.changes: list[Changes] = []
         self._calls: list[list[Call]] = []
         self.dear: Changes = {}
+        self.told: list[Call] = []
         self._here: list[Call] = []
         self._is_alone = False
 
@@ -190,9 +198,10 @@ class Effects:
         changes = self._attributes.merged(self.changes, sizes, weights, rules)
         calls = merged_calls(self._calls, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
+        self.told = [call for call in calls if is_of_metric(call)]
         if is_sent:
             self.dear = self._attributes.dear(changes)
-            self._here = [call for call in calls if is_of_metric(call)]
+            self._here = self.told
             calls = [call for call in calls if not is_of_metric(call)]
         return {
             "changes": {path: change for path, change in changes.items() if path not in self.dear},

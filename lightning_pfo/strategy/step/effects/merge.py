@@ -87,9 +87,10 @@ class Merge:
                 growth = tuple(value - before for value in values)
                 if growth != alike or self._rules.of(named(path) + GROWN * bool(before), 1) != "sum":
                     counts.setdefault(path[:-1], set()).add(growth)
-        self._sums = {path for path, each in counts.items() if self.sizes in each and alike not in each}
-        if max(self.sizes) == 1:
-            self._sums = set()
+        if max(self.sizes) > 1:  # else nobody can tell samples from batches
+            found = {path for path, each in counts.items() if self.sizes in each and alike not in each}
+            self._rules.sums = (self._rules.sums - counts.keys()) | found
+        self._sums = self._rules.sums
 
     def values(self, values: list[Any], before: Any, place: str, holder: Path | None = None) -> Any:
         """What one batch would leave where microbatches have left `values`, and `before` was.

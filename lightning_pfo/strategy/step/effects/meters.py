@@ -1,10 +1,10 @@
 """Numbers of objects that count samples, such as average meters: they go on from microbatch to microbatch.
 
-An object counts samples if one of its integers grows by the number of these, and none by one; where microbatches have
-one sample each, if it has a float beside. What it makes of its numbers may be anything (`self.avg = self.sum /
-self.count`, a running variance), so it goes on as it does from batch to batch. A number that each microbatch sets to
-the quotient of what two others have grown by, as `self.val` where `self.sum` grows by `val * n` and
-`self.count` by `n`, is for the batch the quotient of all that they have grown by.
+An object counts samples if one of its integers grows by the number of these, and none by one. Where microbatches have
+one sample each, earlier batches tell, or a float beside. What it makes of its numbers may be anything
+(`self.avg = self.sum / self.count`, a running variance), so it goes on as it does from batch to batch. A number that
+each microbatch sets to the quotient of what two others have grown by, as `self.val` where `self.sum` grows by `val * n`
+and `self.count` by `n`, is for the batch the quotient of all that they have grown by.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class Meters:
 
     Args:
         objects: Where there are objects.
+        known: Which of them were found to count samples or not, to which more are added.
     """
 
-    def __init__(self, objects: Collection[Path]) -> None:
+    def __init__(self, objects: Collection[Path], known: MutableMapping[Path, bool]) -> None:
         self._objects = objects
+        self._known = known
         self._runs: dict[Path, list[dict[Any, Any]]] = {}
         self._largest = 1
 
@@ -49,8 +51,11 @@ class Meters:
         if path not in self._runs:
             counts = {key: value for key, (_, value) in found.items() if type(value) is type(before.get(key)) is int}
             growth = {value - before[key] for key, value in counts.items()}
-            # of single samples nobody can tell, but where there is a float too, its mean is right either way
-            is_meter = any(type(value) is float for _, value in found.values()) if size == 1 else 1 not in growth
+            is_meter = size in growth and 1 not in growth
+            if size == 1:  # nobody can tell, but where there is a float too, its mean is right either way
+                is_meter = self._known.get(path, any(type(value) is float for _, value in found.values()))
+            elif counts:
+                self._known[path] = is_meter
             self._largest = max(size, self._largest)
             if size not in growth or not is_meter or size < self._largest:
                 return found

@@ -142,11 +142,13 @@ class Earlier:
 
     Attributes:
         large: Which large tensors are written into.
+        meters: Which objects count samples, and which do not.
         number: The number of the batch among those of its kind that are looked at; 0: it is not.
     """
 
     def __init__(self) -> None:
         self.large = LargeTensors()
+        self.meters: dict[Path, bool] = {}
         self.number = 0
         self._batches: Counter[str] = Counter()
 

@@ -230,7 +230,8 @@ class Rehearsal:
             for module in self._owner.modules():  # what the step does `if self.training` counts
                 is_other = module is self._owner or not (self.evaluates or type(module).__module__.startswith("torch."))
                 module.training = is_training and is_other and module.training and not evaluates
-            effects = Effects(self._owner, self._runner.programs.modules)
+            known = dict(self._runner.earlier.meters)
+            effects = Effects(self._owner, self._runner.programs.modules, meters=known)
             effects.draw_others(draw)
             problem, before = "", self._runner.layers.numbers()
             dtypes: set[torch.dtype] = set()

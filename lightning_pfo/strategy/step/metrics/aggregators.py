@@ -10,6 +10,7 @@ the batch is done, with values merged.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,12 +33,18 @@ class Aggregators:
     Args:
         owner: The module.
         patches: Gives them back when it is closed.
+
+    Attributes:
+        ids: Their ids.
+        told: How often the run of the step that is under way has told each something, by its id.
     """
 
     def __init__(self, owner: nn.Module, patches: Patches) -> None:
         found = _aggregators_of(owner)
+        self.ids = frozenset(map(id, found.values()))
+        self.told: Counter[int] = Counter()
         for path, metric in found.items():
-            note_changes(metric, partial(_note, path), patches)
+            note_changes(metric, partial(self._note, path, id(metric)), patches)
         for collection in _collections_of(owner, list(found.values())):
             update_each(collection, patches)
         self._metrics = list(found.values())
@@ -55,9 +62,9 @@ class Aggregators:
             for metric, progress in zip(self._metrics, before, strict=True):
                 put_back(metric, progress)
 
-
-def _note(path: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    note_call(((("metric", path), ("attribute", method)), args, kwargs))
+    def _note(self, path: str, known: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.told[known] += 1
+        note_call(((("metric", path), ("attribute", method)), args, kwargs))
 
 
 def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:

@@ -6,7 +6,7 @@ torchmetrics itself is not imported here: that takes seconds, and metrics are me
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,9 @@ PRIVATE = {
     ),
     "torchmetrics.Metric._defaults": "The names of a metric's states would not be known.",
     "torchmetrics.Metric._to_sync": "A metric that a step computes would wait for ranks that do not run the step.",
+    "torchmetrics.Metric._reductions": (
+        "What a metric says of a batch would be the mean of what it says of microbatches."
+    ),
     "torchmetrics.Metric._forward_cache": "`self.log` of a metric would show nothing on step on most ranks.",
     "torchmetrics.Metric._computed": "A metric would return what it computed before the last batch.",
     "torchmetrics.Metric._update_count": (
@@ -176,6 +179,69 @@ def windows_go_on(owner: nn.Module, told: Iterable[tuple[str, str]]) -> None:
             metric._num_vals_seen = 0 if method == "reset" else metric._num_vals_seen + 1
 
 
+def said_of(metric: Metric, value: Any) -> str:
+    """Whether a value that is logged is what a metric says of the last `batch`, or of `all`; nothing if it is neither.
+
+    A metric object is logged for what it says of the last batch.
+    """
+    if metric._forward_cache is not None and (value is metric or value is metric._forward_cache):
+        return "batch"
+    return "all" if value is not None and value is metric._computed else ""
+
+
+@contextmanager
+def noting_states(metric: Metric, note: Callable[[Metric, dict[str, Any]], None]) -> Iterator[None]:
+    """Let `note` hear of the states of what a metric is called with alone, each time it is called."""
+    attributes, forward = vars(metric), metric.forward
+    before = attributes.get("forward")
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        compute, states = metric.compute, dict[str, Any]()
+
+        def of_these(*args: Any, **kwargs: Any) -> Any:  # torchmetrics computes what it returns from these alone
+            states.update({name: list(v) if isinstance(v, list) else v for name, v in state_of(metric).items()})
+            return compute(*args, **kwargs)
+
+        attributes["compute"] = of_these
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            attributes["compute"] = compute
+        note(metric, states)
+        return result
+
+    attributes["forward"] = noted
+    try:
+        yield
+    finally:
+        if before is None:
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = before
+
+
+def value_of_states(metric: Metric, states: Sequence[dict[str, Any]]) -> torch.Tensor | None:
+    """What a metric says of several states together, which it keeps; None if that is no tensor.
+
+    They are put together as torchmetrics does it with those of several processes.
+    """
+    reductions: Mapping[str, Any] = metric._reductions
+    for name, reduction in reductions.items():
+        values = [state[name] for state in states]
+        is_list = isinstance(values[0], list)
+        together = [item for value in values for item in value] if is_list else torch.stack(values)
+        vars(metric)[name] = together if reduction is None else reduction(together)
+    metric._update_count, metric._computed = len(states), None
+    return computed_of(metric, is_of_batch=False)
+
+
+def computed_of(metric: Metric, *, is_of_batch: bool) -> torch.Tensor | None:
+    """What a metric says of the batch that it was called with last, or of all, here alone; None if it is no tensor."""
+    with without_synchronisation([metric]):
+        value = metric._forward_cache if is_of_batch else metric.compute()
+    return value if isinstance(value, torch.Tensor) else None
+
+
 _PROGRESS = ("_update_count", "_computed", "_num_vals_seen")
 
 
@@ -184,6 +250,18 @@ def progress_of(metric: Metric) -> dict[str, Any]:
     states = {name: v.clone() if isinstance(v, torch.Tensor) else list(v) for name, v in state_of(metric).items()}
     attributes = vars(metric)
     return states | {name: attributes[name] for name in _PROGRESS if name in attributes}
+
+
+@contextmanager
+def left_as_it_is(metric: Metric) -> Iterator[None]:
+    """Let a metric be told things that do not count."""
+    attributes, copies = vars(metric), progress_of(metric)
+    before = {name: attributes[name] for name in (*copies, BATCH_VALUE)}  # who writes into a state finds the same one
+    attributes.update(copies)
+    try:
+        yield
+    finally:
+        attributes.update(before)
 
 
 def put_back(metric: Metric, progress: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Counts that a step keeps and logs: `self.log("seen", self.seen)`, `self.log("accuracy", self.correct / self.seen)`.
+"""Counts that a step keeps, and logs or appends: `self.log("seen", self.seen)`, `self.all.append(self.hits / self.n)`.
 
 Each microbatch goes on from what the batch has found, so none has the count of the batch. What the attributes come to
 has rules of its own; where the number that is logged has always been made of these, it is so for the batch too.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from lightning_pfo.strategy.model.reach.places import Path
+from lightning_pfo.strategy.model.reach.places import Path, named
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
 from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, Rules
 from lightning_pfo.strategy.step.effects.merge import Changes
@@ -106,11 +106,45 @@ def totals_in(changes: Sequence[Changes], of_batch: Changes, value_at: Callable[
             each
             for each in left
             if all(map(adds_up, each.counts))
-            and not all(_is_close(each.of(before), value) for value in values.values())
+            and (place in rules.totals or not all(_is_close(each.of(before), value) for value in values.values()))
         ]
+        if found:
+            rules.totals.add(place)
         return min(found, key=_likelier).of(in_batch) if found else None
 
     return total
+
+
+def appended_totals(changes: Sequence[Changes], of_batch: Changes, totals: Totals, rules: Rules) -> Changes:
+    """What the batch has appended to lists, with the totals among it.
+
+    Args:
+        changes: What each microbatch has changed.
+        of_batch: What the batch has.
+        totals: Knows the counts that the step keeps.
+        rules: What is known of values at the same place.
+    """
+    found: Changes = {}
+    for path, (kind, items) in of_batch.items():
+        of_each = [each[path][1] for each in changes if path in each and each[path][0] == "appended"]
+        if kind != "appended" or len(of_each) < len(changes) or any(len(each) != len(items) for each in of_each):
+            continue
+        columns = zip(*of_each, strict=True)
+        made = [
+            totals(f"{named(path)}[{index}]", dict(enumerate(column)), rules) if all(map(_is_number, column)) else None
+            for index, column in enumerate(columns)
+        ]
+        if any(total is not None for total in made):
+            pairs = zip(items, made, strict=True)
+            found[path] = (kind, [item if total is None else _like(item, total) for item, total in pairs])
+    return found
+
+
+def _like(item: Any, total: float) -> Any:
+    """A number of the kind of another one."""
+    if isinstance(item, torch.Tensor):
+        return torch.full_like(item, total)
+    return type(item)(round(total) if type(item) is int else total)
 
 
 def _ratio(count: float, other: float) -> float:
