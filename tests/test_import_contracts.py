@@ -159,14 +159,15 @@ MAY_KNOW = {
         *("strategy.step.effects", "strategy.step.outcome", "strategy.step.programs", "strategy.step.recording"),
         *(
             "strategy.step.first_batch.known_rules",
+            "strategy.step.gradients",
             "strategy.step.on_stages",
             "strategy.step.values",
             "strategy.step.whole",
         ),
     },
     "strategy.step.first_batch.differences": {
-        *("strategy.parallel", "strategy.step.batches", "strategy.step.effects", "strategy.step.outcome"),
-        "strategy.step.whole",
+        *("strategy.parallel", "strategy.step.batches", "strategy.step.effects", "strategy.step.gradients"),
+        *("strategy.step.outcome", "strategy.step.whole"),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},

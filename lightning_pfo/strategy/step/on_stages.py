@@ -33,7 +33,7 @@ from lightning_pfo.strategy.step.first_batch.differences.slopes import Slopes
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
-from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics
+from lightning_pfo.strategy.step.metrics.states import EarlierRuns, PipelineMetrics, SaidOfAll
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 from lightning_pfo.strategy.step.programs import Programs, Whole, changes_on_the_way
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -102,6 +102,10 @@ class StepOnStages:
     def aggregates(self) -> bool:
         """Whether there are metrics that are told once for a batch, when it is done."""
         return bool(self._aggregators)
+
+    def said_by_metrics(self, effects: Effects) -> SaidOfAll:
+        """What metrics say after a run that begins now."""
+        return SaidOfAll(self.owner, self._metrics.found(effects.modules()))
 
     def run(
         self,

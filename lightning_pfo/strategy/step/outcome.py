@@ -24,6 +24,8 @@ from lightning_pfo.strategy.step.recording import LogRecorder
 
 Numbers = dict[str, torch.Tensor]
 """Numbers and tensors of them by their places, as `rules` call these; in 64 bits, on the CPU."""
+_LARGEST = 2**22
+"""Larger tensors are not compared."""
 Source = tuple[str, int]
 """A kind of step, and which of several loaders its batches are of: steps may return other things for each."""
 
@@ -89,6 +91,7 @@ class StepRun:
         results: What it has returned for each microbatch.
         train: Whether it is a training step, which returns a loss.
         batch_dim: The dimension along which tensors have samples.
+        computed: What metrics say then, where that was asked.
     """
 
     effects: Effects
@@ -96,6 +99,7 @@ class StepRun:
     results: list[Any]
     train: bool
     batch_dim: int
+    computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def merged(self, rules: Rules, *, is_sent: bool) -> dict[str, Any]:
         """What comes of the batch, put together by rules.
@@ -128,6 +132,7 @@ class StepRun:
                 **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
                 **{place_of(index, call): arguments_of(call) for index, call in enumerate(outcome["calls"])},
                 "output": outcome["output"],
+                **self.computed,
             }
         )
 
@@ -168,7 +173,8 @@ def _as_number(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested or leaf.is_complex()):
         return None
     try:
-        return torch.as_tensor(leaf).detach().to("cpu", torch.float64)
+        number = torch.as_tensor(leaf)
+        return number.detach().to("cpu", torch.float64) if number.numel() <= _LARGEST else None
     except Exception:  # an integer that is too large, a tensor of another kind
         return None
 

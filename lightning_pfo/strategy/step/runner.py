@@ -278,7 +278,7 @@ class StepRunner:
         """
         given = batch
         with without_inference_mode((batch, rest)) as (batch, rest):
-            microbatches = self._split(batch, num_microbatches)
+            microbatches = self._split(batch, num_microbatches if self._first_looks.divides((kind, loader)) else 1)
             of = StepOnBatch(
                 kind,
                 self._fresh.given_to(kind, step, tells=tells),
@@ -299,6 +299,8 @@ class StepRunner:
         if refused is None:
             try:
                 self._first_looks.look(of)
+                if not self._first_looks.divides(of.source):
+                    of = replace(of, parts=self._split(of.batch, 1))
                 return self._run_again(of, lambda: self._run(of, outputs=outputs))[0]
             except AddedMetricError:
                 raise

@@ -1,7 +1,8 @@
 """First and last rows of batches that steps keep, return and give to a logger; usage: taken_rows.py FOLDER.
 
 The same run by a plain Trainer and by the pipeline on two ranks; each writes what it found after every batch. The last
-batch is short: its microbatches have one sample or two, fewer than the steps take.
+batch is short: its microbatches have one sample or two, fewer than the steps take, and all of it has as many samples
+as a microbatch of the others.
 """
 
 import json
@@ -72,6 +73,7 @@ class Module(L.LightningModule):
             "samples": [inputs[0], labels[-1], float(inputs[0, 0]), int(labels.max()), int(labels[-1])],
         }
         self.latest = deque([inputs[:1]], maxlen=2)
+        self.rows, self.targets = outputs.detach()[:, :3], labels
         self.first, self.last, self.largest = int(labels[0]), int(labels[-1]), int(labels.max())
         loss = nn.functional.cross_entropy(outputs, labels)
         if self.replayed:
@@ -82,7 +84,7 @@ class Module(L.LightningModule):
         return {"loss": loss, "shown": outputs[:2].detach(), "texts": texts[:2]}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        state = self.kept, self.latest, self.first, self.last, self.largest, self.replayed
+        state = self.rows, self.targets, self.kept, self.latest, self.first, self.last, self.largest, self.replayed
         self.found.append(plain((outputs["loss"].item(), outputs["shown"], outputs["texts"], *state)))
 
     def validation_step(self, batch, batch_idx):

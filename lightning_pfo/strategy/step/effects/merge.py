@@ -220,8 +220,10 @@ class Merge:
         if type(before) is not type(values[0]) or {tuple(before.shape)} != shapes:
             return self._outputs(values, place)
         is_count = values[0].ndim == 0 and not _is_float(values[0])
-        if isinstance(self._rules.of(place + SET, values[0], ask=values[0].ndim > 0), int):
-            return self._outputs(values, place + SET)
+        # rows of a batch that had as many samples as a microbatch has are no number that goes on
+        rows = (place, place + SET) if values[0].ndim else ()
+        if of := next((of for of in rows if isinstance(self._rules.of(of, values[0], ask=of != place), int)), None):
+            return self._outputs(values, of)
         if not _is_number(before):
             return _switched(values, before) if before.ndim else values[-1]
         start = _start_of(before)

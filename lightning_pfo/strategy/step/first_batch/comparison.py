@@ -22,7 +22,11 @@ from lightning_pfo.strategy.step.first_batch.differences.losses import (
     differ,
     no_weights_explain,
 )
-from lightning_pfo.strategy.step.first_batch.differences.numbers import NumberCheck, describe_changed
+from lightning_pfo.strategy.step.first_batch.differences.numbers import (
+    NumberCheck,
+    describe_changed,
+    describe_in_evaluation,
+)
 from lightning_pfo.strategy.step.first_batch.differences.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, losses_of
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
@@ -58,6 +62,7 @@ class _Said(NamedTuple):
     is_error: bool
     is_of_loss: bool
     text: str
+    in_one_piece: bool = False  # so that an evaluation comes to what one device does
 
 
 class Comparison:
@@ -67,9 +72,13 @@ class Comparison:
         runner: Runs the user's step.
         compiled: Whether layers are compiled; here they are not, since a second batch size would compile them anew.
         divided: Whether layers are divided over replicas, which run them together then.
+
+    Attributes:
+        in_one_piece: Evaluations that come to what one device does where batches are not divided only.
     """
 
     def __init__(self, runner: StepOnStages, *, compiled: bool, divided: bool) -> None:
+        self.in_one_piece: set[Source] = set()
         self._runner = runner
         self._engine, self._owner = runner.engine, runner.owner
         self._divided = divided
@@ -213,6 +222,8 @@ class Comparison:
         if not (are_open or are_untold):
             self._tries[source] = min(self._tries[source], self._leaves_something and self._number[source] < _SECOND)
         (self._untold.add if are_untold else self._untold.discard)(source)
+        if any(verdict.in_one_piece for verdicts, *_ in everyone for verdict in verdicts):
+            self.in_one_piece.add(source)
         is_loss_told = not self._looks_later
         for verdict in sorted({verdict for verdicts, *_ in everyone for verdict in verdicts}, reverse=True):
             if verdict.is_error and not is_late:
@@ -252,7 +263,8 @@ class Comparison:
         by_parts = self._rehearsal.by_parts(first, whole)
         most = 0
         counts = any(self._engine.all_gather(bool(self._rehearsal.grown), everywhere=self._rehearsal.everywhere))
-        if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_training or counts):
+        is_due = is_training or counts or self._number[first.source] == 1  # rows, and what metrics are told, once
+        if by_parts and whole is None and (is_due or self._is_unsure(first, by_parts)):
             is_soon = is_training and is_late and not self._has_run and self._number[first.source] == min(_AGAIN)
             most = _FEW if is_soon else self._rehearsal.most()
         if whole is not None:  # the end of the step has all of the batch in any case
@@ -297,7 +309,8 @@ class Comparison:
                 loss = " instead of ".join(apart(losses[0].mean, losses[0].of_all))
                 unfit = {place: how for place, how in unfit.items() if how != loss}
             if unfit:
-                said.append(_Said(False, False, describe_numbers(unfit)))
+                text = describe_numbers(unfit) if is_training else describe_in_evaluation(unfit)
+                said.append(_Said(False, False, text, in_one_piece=not is_training))
             if is_late:
                 said += [_Said(False, False, text) for text in self._changed(check, first, weighed_by)]
         return said

@@ -9,7 +9,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.first_batch.comparison import Comparison
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import StepOnBatch
+from lightning_pfo.strategy.step.outcome import Source, StepOnBatch
 
 
 class FirstLooks:
@@ -46,6 +46,10 @@ class FirstLooks:
                 self._tell(of)
         if self._comparison is not None and not of.phase:
             self._comparison.check(of)
+
+    def divides(self, source: Source) -> bool:
+        """Whether batches are divided: not those of an evaluation that was found to need all samples."""
+        return self._comparison is None or source not in self._comparison.in_one_piece
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """See `Comparison.finds_news`."""

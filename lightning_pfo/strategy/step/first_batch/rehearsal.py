@@ -233,6 +233,8 @@ class Rehearsal:
             known = dict(self._runner.earlier.meters)
             effects = Effects(self._owner, self._runner.programs.modules, meters=known)
             effects.draw_others(draw)
+            said = self._runner.said_by_metrics(effects)
+            computed: dict[str, torch.Tensor] = {}
             problem, before = "", self._runner.layers.numbers()
             dtypes: set[torch.dtype] = set()
             try:
@@ -247,6 +249,7 @@ class Rehearsal:
                         whole,
                         effects,
                     )
+                computed = said.values() if self._engine.is_last else {}
                 self._output_bytes = max((form.nbytes for form in programs[0][0].forms), default=0)
             except Exception as failed:
                 error = self._runner.programs.explained(failed)
@@ -267,7 +270,7 @@ class Rehearsal:
                 first.rows.give_up()
                 self._runner.programs.forget()
             return found
-        run = StepRun(effects, recorder, results, is_training, batching.batch_dim)
+        run = StepRun(effects, recorder, results, is_training, batching.batch_dim, computed)
         if not problems and is_training:
             try:
                 for loss in map(loss_in, results):

@@ -235,6 +235,11 @@ def value_of_states(metric: Metric, states: Sequence[dict[str, Any]]) -> torch.T
     return computed_of(metric, is_of_batch=False)
 
 
+def updates_of(metric: Metric) -> int:
+    """How often a metric was updated."""
+    return metric._update_count
+
+
 def computed_of(metric: Metric, *, is_of_batch: bool) -> torch.Tensor | None:
     """What a metric says of the batch that it was called with last, or of all, here alone; None if it is no tensor."""
     with without_synchronisation([metric]):

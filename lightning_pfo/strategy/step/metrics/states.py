@@ -19,12 +19,21 @@ from typing_extensions import TypeIs
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
-from lightning_pfo.strategy.model.reach.places import Path, Places
+from lightning_pfo.strategy.model.reach.places import Path, Places, named
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
-from lightning_pfo.strategy.step.metrics.compat import Way, count_updates_of, state_of, synchronise_by, update_each
+from lightning_pfo.strategy.step.metrics.compat import (
+    Way,
+    computed_of,
+    count_updates_of,
+    left_as_it_is,
+    state_of,
+    synchronise_by,
+    update_each,
+    updates_of,
+)
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -195,6 +204,36 @@ def place_of(owner: nn.Module, metric: Metric, *, anywhere: bool) -> MetricPlace
     """
     found = _place_in({(): owner}, metric)
     return _place_in(Places(owner).modules, metric) if found is None and anywhere else found
+
+
+class SaidOfAll:
+    """What metrics that a run updates say then, of all that they were told.
+
+    Args:
+        owner: The module that holds them.
+        metrics: The metrics.
+    """
+
+    def __init__(self, owner: nn.Module, metrics: Sequence[Metric]) -> None:
+        self._owner = owner
+        self._before = [(metric, updates_of(metric)) for metric in metrics]
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The values that are tensors, by place; what a metric cannot compute is left out."""
+        found = {}
+        for metric, number in self._before:
+            if updates_of(metric) == number or (place := place_of(self._owner, metric, anywhere=True)) is None:
+                continue
+            root, name = place
+            try:
+                with left_as_it_is(metric):
+                    value = computed_of(metric, is_of_batch=False)
+            except Exception:  # it may need more samples, or what is not installed
+                continue
+            if value is not None:
+                holder = named(root) if root else "self"
+                found[f"what {holder}.{name} computes" if name else f"what {holder} computes"] = value
+        return found
 
 
 def metric_at(owner: nn.Module, place: MetricPlace) -> Metric:

@@ -22,6 +22,7 @@ from lightning_pfo.strategy.step.outcome import Numbers
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
 _LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many roundings
 _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
+_FEW_ROWS = 0.1  # so many integers of rows may be others, by rounding of what they are chosen by
 _MADE_OF_COUNTS = "made of counts"
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
@@ -207,6 +208,9 @@ def _difference(
     beyond = difference - chance - max(tolerance, _LEAST_TOLERANCE) * scale
     if not bool((beyond > 0).any()):
         return ""
+    are_rows = any(place in numbers and numbers[place].shape != whole[0].shape for numbers in of_parts)
+    if are_rows and torch.equal(theirs, theirs.round()) and float((beyond > 0).float().mean()) < _FEW_ROWS:
+        return ""  # such as which of two equal scores is the larger
     return _in_words(place, merged[0], whole[0], int(beyond.argmax()))
 
 
@@ -241,13 +245,24 @@ def describe_changed(changed: dict[str, str]) -> str:
 
 
 def describe(unfit: dict[str, str]) -> str:
-    """What is said of numbers that no rule explains, with ways out."""
+    """What is said of numbers of training that no rule explains, with ways out."""
     return (
         f"{_PUT_TOGETHER} On one of the first batches these are others than on one device, and neither their mean nor "
-        f"their sum, largest, least, first or last is what one device has: {_named(unfit)}. Log a metric object with "
-        f"on_step=False and on_epoch=True; or keep and return what they are computed from (tensors with a "
-        f"row for each sample are joined), and compute them after the step (in on_train_batch_end); or use "
-        f"loss_over='batch' with schedule='gpipe'. check_loss=False leaves the comparison out."
+        f"their sum, largest, least, first or last is what one device has: {_named(unfit)}. Keep or return what they "
+        f"are computed from (tensors with a row for each sample are joined), and compute them, or tell metric objects, "
+        f"after the step (in on_train_batch_end); or use loss_over='batch' with schedule='gpipe'. Metric objects that "
+        f"are told of samples, each by itself, may be logged with on_step=False and on_epoch=True. check_loss=False "
+        f"leaves the comparison out."
+    )
+
+
+def describe_in_evaluation(unfit: dict[str, str]) -> str:
+    """What is said of those of an evaluation, whose batches are not divided from there on."""
+    return (
+        f"{_PUT_TOGETHER} In an evaluation these are others than on one device: {_named(unfit)}. So it is with what "
+        f"says of a sample how it compares with others of the batch (a rank, a position, a similarity to all), and "
+        f"with numbers that are no mean or sum over samples. From here on its batches run in one piece, one stage "
+        f"after the other, which takes longer and gives what one device has. check_loss=False leaves the comparison out."
     )
 
 
