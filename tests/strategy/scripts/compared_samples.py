@@ -1,0 +1,93 @@
+"""Evaluations that compare samples of a batch with each other; usage: compared_samples.py FOLDER.
+
+The same run by a plain Trainer and by the pipeline on two ranks; each writes what it found, and what it was told of.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
+from torchmetrics.classification import BinaryAccuracy
+from torchmetrics.retrieval import RetrievalMRR
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+INPUTS = torch.randn(27, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.mrr, self.top, self.far, self.near = RetrievalMRR(), BinaryAccuracy(), MeanSquaredError(), BinaryAccuracy()
+        self.found, self.alike = [], []
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.net(batch)
+        score = outputs[:, 0].detach()
+        self.near(score > score.median(), score > 0)  # which is told of
+        return outputs.square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        outputs = self.net(batch)
+        similar = outputs @ (outputs + 0.3 * batch).T
+        number = len(batch)
+        places = torch.arange(number)
+        self.mrr.update(
+            similar.flatten(), torch.eye(number).long().flatten(), places.repeat_interleave(number) + 100 * batch_idx
+        )
+        self.top.update((similar.argmax(1) == places).float(), torch.ones(number).long())
+        self.far(outputs[:, 0], batch[:, 0].sort().values)
+        self.log_dict({"mrr": self.mrr, "top": self.top, "far": self.far})
+        self.log("median", outputs.median())
+
+    def test_step(self, batch, batch_idx):
+        self.log("mean", self.net(batch).mean())  # nothing is compared here
+        return self.net[0](batch).argmax(1)
+
+    def predict_step(self, batch, batch_idx):
+        outputs = self.net(batch)
+        first = outputs[:, 0]
+        scores = (first - first.mean()) / first.std()
+        return {"scores": scores, "ranks": first.argsort().argsort(), "similar": outputs @ outputs.T}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(where):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_pfo").addHandler(handler)
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if where == "two" else 1,
+        strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=4),
+        max_epochs=2,
+        default_root_dir=FOLDER,
+        **QUIET,
+    )
+    module = Module()
+    loader = DataLoader(INPUTS, batch_size=12)
+    trainer.fit(module, loader, loader)
+    found = {"validated": {name: float(value) for name, value in trainer.callback_metrics.items()}}
+    found["tested"] = trainer.test(module, loader, verbose=False)
+    predicted = trainer.predict(module, loader)
+    found["predicted"] = [{name: value.tolist() for name, value in each.items()} for each in predicted]
+    texts = [text for text in said if "are others than on one device" in text]
+    (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps({"found": found, "said": texts}))
+
+
+for where in ("plain", "two"):
+    run_ranks(run, 2 if where == "two" else 1, where)
