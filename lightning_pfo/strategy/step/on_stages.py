@@ -167,7 +167,9 @@ class StepOnStages:
             if self._aggregators:
                 contexts.append(self._aggregators.as_at_begin())
             if metrics and ends_here:
-                contexts.append(recorder.said.of_microbatch(metrics, self._aggregators))
+                contexts.append(
+                    recorder.said.of_microbatch(metrics, self._aggregators, is_part=len(recorder.sizes) > 1)
+                )
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             if self.slopes is not None and ends_here:

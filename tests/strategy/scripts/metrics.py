@@ -169,6 +169,7 @@ class Says(Computes):
             "f1": torchmetrics.F1Score("binary"),
             "auroc": torchmetrics.AUROC("binary"),
             "twice": torchmetrics.MeanSquaredError(squared=False),
+            "r2": torchmetrics.R2Score(),  # of a microbatch of one sample it says nothing
         }
         self.told, self.asked = nn.ModuleDict(kinds), nn.ModuleDict({name: kinds[name].clone() for name in kinds})
         self.all = nn.ModuleDict({name: kinds[name].clone() for name in ("sum", "largest", "mean")})
@@ -187,6 +188,7 @@ class Says(Computes):
             "f1": (first.sigmoid(), (x[:, 0] > 0).int()),
             "auroc": (first.sigmoid(), (x[:, 0] > 0).int()),
             "twice": (first, x[:, 0]),
+            "r2": (first, x[:, 0]),
         }
         for name, of_name in arguments.items():
             self.told[name](*of_name)

@@ -5,6 +5,7 @@ torchmetrics itself is not imported here: that takes seconds, and metrics are me
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -190,8 +191,13 @@ def said_of(metric: Metric, value: Any) -> str:
 
 
 @contextmanager
-def noting_states(metric: Metric, note: Callable[[Metric, dict[str, Any]], None]) -> Iterator[None]:
-    """Let `note` hear of the states of what a metric is called with alone, each time it is called."""
+def noting_states(
+    metric: Metric, note: Callable[[Metric, dict[str, Any]], None], *, may_lack_samples: bool
+) -> Iterator[None]:
+    """Let `note` hear of the states of what a metric is called with alone, each time it is called.
+
+    Where it `may_lack_samples`, as a microbatch of one of which there is no variance, it says NaN instead of failing.
+    """
     attributes, forward = vars(metric), metric.forward
     before = attributes.get("forward")
 
@@ -200,7 +206,12 @@ def noting_states(metric: Metric, note: Callable[[Metric, dict[str, Any]], None]
 
         def of_these(*args: Any, **kwargs: Any) -> Any:  # torchmetrics computes what it returns from these alone
             states.update({name: list(v) if isinstance(v, list) else v for name, v in state_of(metric).items()})
-            return compute(*args, **kwargs)
+            try:
+                return compute(*args, **kwargs)
+            except Exception:  # what the batch comes to is computed from all states
+                if not may_lack_samples:
+                    raise
+                return torch.tensor(math.nan)
 
         attributes["compute"] = of_these
         try:

@@ -64,12 +64,13 @@ class SaidOfBatch:
         self._logged: dict[Key, list[_Said]] = {}
 
     @contextmanager
-    def of_microbatch(self, metrics: Iterable[Metric], aggregators: Aggregators) -> Iterator[None]:
+    def of_microbatch(self, metrics: Iterable[Metric], aggregators: Aggregators, *, is_part: bool) -> Iterator[None]:
         """Note what metrics say of a microbatch while the context is open.
 
         Args:
             metrics: The metrics.
             aggregators: Those of them that are told once for a batch.
+            is_part: Whether the batch has others too.
         """
         self._metrics = {id(metric): metric for metric in metrics}
         self._told, self._once = aggregators.told, aggregators.ids
@@ -77,7 +78,7 @@ class SaidOfBatch:
         with ExitStack() as stack:
             for metric in metrics:
                 if id(metric) not in self._once:
-                    stack.enter_context(noting_states(metric, self._note))
+                    stack.enter_context(noting_states(metric, self._note, may_lack_samples=is_part))
             yield
 
     def _note(self, metric: Metric, states: dict[str, Any]) -> None:
