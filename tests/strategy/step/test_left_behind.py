@@ -76,10 +76,10 @@ def test_layers_that_keep_more_than_numbers_are_named(found):
 
 
 def test_numbers_that_no_rule_gives_are_named_once(found):
-    logged = [f"the value that is logged as '{name}'" for name in ("spread", "f1", "quantile")]
+    logged = [f"the value that is logged as '{name}'" for name in ("spread", "quantile")]
     for name in (*logged, "self.lowest", "output['deviation']"):
         assert found["output"].count(f"{name} (") == 2, name  # on one rank, and on two
-    for name in ("'noise'", "'drawn'", "'loss'", "self.fine", "'f1_of_epoch'", "'val_sum'", "'val_loss'"):
+    for name in ("'noise'", "'drawn'", "'loss'", "self.fine", "'f1'", "'f1_of_epoch'", "'val_sum'", "'val_loss'"):
         assert f"{name} (" not in found["output"]
 
 

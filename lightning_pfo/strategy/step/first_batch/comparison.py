@@ -264,7 +264,7 @@ class Comparison:
         most = 0
         counts = any(self._engine.all_gather(bool(self._rehearsal.grown), everywhere=self._rehearsal.everywhere))
         is_due = is_training or counts or self._number[first.source] == 1  # rows, and what metrics are told, once
-        if by_parts and whole is None and (is_due or self._is_unsure(first, by_parts)):
+        if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_due):
             is_soon = is_training and is_late and not self._has_run and self._number[first.source] == min(_AGAIN)
             most = _FEW if is_soon else self._rehearsal.most()
         if whole is not None:  # the end of the step has all of the batch in any case
@@ -371,7 +371,7 @@ class Comparison:
         return found
 
     def _is_unsure(self, first: StepOnBatch, run: StepRun) -> bool:
-        """Whether there are numbers that may be others than on one device: not only rows of samples."""
+        """Learn of a run; whether there are numbers that may be others than on one device: not only rows of samples."""
         numbers, rules = self._learnt(first, run), self._runner.rules.of(first.source)
         return any(not n.dim() or rules.is_number(place, n.dim()) for place, n in numbers.items())
 

@@ -95,8 +95,9 @@ def totals_in(changes: Sequence[Changes], of_batch: Changes, value_at: Callable[
             if all(_is_close(each.of(partial(in_part, index)), value) for index, value in values.items())
         )
         rules.tells_nothing[place] += 1
-        is_known = bool(left) or len({*values.values()}) > 1 or rules.tells_nothing[place] == _TRIES
-        if is_known:  # else it may be 0 of all samples, and made of a count that has not changed yet
+        may_be_of_none = {*values.values()} in ({0.0}, {1.0})
+        is_known = bool(left) or not may_be_of_none or rules.tells_nothing[place] == _TRIES
+        if is_known:  # else it may be 0 (or 1, what is left) of all samples, by a count that has not changed yet
             rules.candidates[place] = left
         if rules.of(place, 0.0, ask=False) != OF_TOTALS:
             # of what begins with 0 other rules tell as well, and it may be equal to another number by chance there
