@@ -270,14 +270,21 @@ def progress_of(metric: Metric) -> dict[str, Any]:
 
 @contextmanager
 def left_as_it_is(metric: Metric) -> Iterator[None]:
-    """Let a metric be told things that do not count."""
-    attributes, copies = vars(metric), progress_of(metric)
-    before = {name: attributes[name] for name in (*copies, BATCH_VALUE)}  # who writes into a state finds the same one
-    attributes.update(copies)
+    """Let a metric, and those within it, be told things that do not count, on this rank alone."""
+    kind = sys.modules["torchmetrics"].Metric
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for each in metric.modules():
+        if isinstance(each, kind):
+            attributes, copies = vars(each), progress_of(each)
+            alone = dict.fromkeys(("_to_sync", "sync_on_compute", "dist_sync_on_step"), False)
+            # who writes into a state finds the same one
+            before.append((attributes, {name: attributes[name] for name in (*copies, *alone, BATCH_VALUE)}))
+            attributes.update(copies | alone)
     try:
         yield
     finally:
-        attributes.update(before)
+        for attributes, values in before:
+            attributes.update(values)
 
 
 def put_back(metric: Metric, progress: dict[str, Any]) -> None:

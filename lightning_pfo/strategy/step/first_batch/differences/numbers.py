@@ -22,7 +22,7 @@ from lightning_pfo.strategy.step.outcome import Numbers
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
 _LEAST_TOLERANCE = 1e-4  # nothing trains on them, and they may be sums of many roundings
 _SMALLEST = 1e-6  # smaller numbers are taken for what rounding leaves
-_FEW_ROWS = 0.1  # so many integers of rows may be others, by rounding of what they are chosen by
+_FEW_ROWS, _FEW_ROUNDED_ROWS = 0.1, 0.5  # so many integers of rows may be others, by rounding of what chooses them
 _MADE_OF_COUNTS = "made of counts"
 _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
@@ -209,7 +209,8 @@ def _difference(
     if not bool((beyond > 0).any()):
         return ""
     are_rows = any(place in numbers and numbers[place].shape != whole[0].shape for numbers in of_parts)
-    if are_rows and torch.equal(theirs, theirs.round()) and float((beyond > 0).float().mean()) < _FEW_ROWS:
+    few = _FEW_ROWS if tolerance < _LEAST_TOLERANCE else _FEW_ROUNDED_ROWS
+    if are_rows and torch.equal(theirs, theirs.round()) and float((beyond > 0).float().mean()) < few:
         return ""  # such as which of two equal scores is the larger
     return _in_words(place, merged[0], whole[0], int(beyond.argmax()))
 
