@@ -8,6 +8,8 @@ import pytest
 from tests.comparing import check
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "taken_rows.py"
 
 
