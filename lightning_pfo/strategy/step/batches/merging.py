@@ -63,10 +63,8 @@ class _Merger:
 
     def rule_of_rows(self, path: str, first: Any) -> Rule | None:
         """Whether a list has the first or the last of what samples have; None: neither is known."""
-        if self.rules is None or self.sizes is None:
-            return None
         places = ((path, first), *leaves_of(first, path))
-        rules = (self.rule(place, like, ask=place == path) for place, like in places)
+        rules = (self.rule(place, like, ask=False) for place, like in places)
         return next((rule for rule in rules if rule in ROWS), None)
 
     def rows_taken(self, path: str, shapes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
@@ -134,12 +132,13 @@ def _merge(values: list[Any], how: _Merger, path: str) -> Any:
     if isinstance(first, Set):
         return type(first)(item for value in values for item in value)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)) and not hasattr(first, "_fields"):
-        rule = how.rule_of_rows(path, first)
-        if rule is not None and (taken := how.rows_taken(path, [(len(value),) for value in values])):
+        rule = how.rule(path, first)
+        taken = how.rows_taken(path, [(len(value),) for value in values])
+        if taken is not None and (rows := how.rule_of_rows(path, first)) is not None:
             _, number = taken
             items = [item for value in values for item in value]
-            return type(first)(items[:number] if rule == "begin" else items[-number:])  # type: ignore[call-arg]
-        if rule is not None and how.rule(path, first, ask=False) == rule:
+            return type(first)(items[:number] if rows == "begin" else items[-number:])  # type: ignore[call-arg]
+        if rule in ROWS and how.sizes is not None:
             return first if rule == "begin" else values[-1]
         if _are_items(values, how, path):
             items = [item for value in values for item in value]

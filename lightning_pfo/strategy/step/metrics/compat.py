@@ -252,9 +252,11 @@ def updates_of(metric: Metric) -> int:
 
 
 def computed_of(metric: Metric, *, is_of_batch: bool) -> torch.Tensor | None:
-    """What a metric says of the batch that it was called with last, or of all, here alone; None if it is no tensor."""
-    with without_synchronisation([metric]):
-        value = metric._forward_cache if is_of_batch else metric.compute()
+    """What a metric says of the batch that it was called with last, or of all; None if it is no tensor.
+
+    Where other ranks do not ask, too, it is asked where it is `left_as_it_is`.
+    """
+    value = metric._forward_cache if is_of_batch else metric.compute()
     return value if isinstance(value, torch.Tensor) else None
 
 
