@@ -218,6 +218,48 @@ class Says(Computes):
         self.seen += [float(self.trainer.callback_metrics[f"{name}_epoch"]) for name in self.told]
 
 
+class MakesOf(Computes):
+    """Numbers that the step makes of what metrics say, and logs, keeps in a list or sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.hits, self.number = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+        self.loss, self.f1 = torchmetrics.MeanMetric(), torchmetrics.F1Score("binary")
+        self.kept, self.latest = [], 0.0
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        found = self.net(x)
+        loss, first = found.square().mean(), found[:, 0].detach()
+        self.hits.update((first > 0).sum())
+        self.number.update(len(x))
+        self.loss.update(loss.detach(), len(x))
+        share = self.hits.compute() / self.number.compute()
+        of_batch = self.f1(first.sigmoid(), (x[:, 0] > 0).int())
+        self.log_dict({"share": share, "percent": 100 * share, "rest": 1 - share.item()})
+        self.log("n", self.number.compute().item())
+        self.log_dict({"perplexity": self.loss.compute().exp(), "f1": of_batch.item(), "in percent": 100 * of_batch})
+        self.kept += [float(self.hits.compute()), share]
+        self.latest = share
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen += [float(value) for _, value in sorted(self.trainer.callback_metrics.items())]
+        self.seen.append(float(self.latest))
+
+    def on_train_epoch_end(self):
+        self.hits.reset()
+
+    def on_validation_epoch_end(self):
+        pass
+
+    def on_train_end(self):
+        self.seen += map(float, self.kept)
+
+
 class Criterion:
     """A loss that grows with the number of its calls."""
 
@@ -300,4 +342,5 @@ for number in (1, 2):
     run_ranks(run, number, number, Computes, 30)
     run_ranks(run, number, number, Aggregates, 28)
     run_ranks(run, number, number, Says, 28)
+    run_ranks(run, number, number, MakesOf, 28)
     run_ranks(run, number, number, Keeps, 28)

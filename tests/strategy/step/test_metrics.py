@@ -41,6 +41,15 @@ def test_what_metrics_say_of_a_batch_is_what_they_say_on_one_device(runs, rank):
     assert not runs[rank]["warned"]
 
 
+@pytest.mark.parametrize("rank", ["MakesOf_2_0", "MakesOf_2_1"])
+def test_numbers_that_are_made_of_what_metrics_say_are_those_of_one_device(runs, rank):
+    """A quotient of two, in percent, what is left of it, a perplexity; logged, kept in a list or set."""
+    alone = runs["MakesOf_1_0"]["seen"]
+    assert len(alone) == 2 * 4 * (8 + 2)
+    assert runs[rank]["seen"] == pytest.approx(alone, abs=2e-5)
+    assert not runs[rank]["warned"]
+
+
 @pytest.mark.parametrize("rank", ["Keeps_2_0", "Keeps_2_1"])
 def test_counts_that_a_step_keeps_in_lists_are_those_of_one_device(runs, rank):
     """Also where a batch adds nothing, and of sums and calls where each microbatch has one sample."""

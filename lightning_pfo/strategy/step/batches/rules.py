@@ -84,6 +84,7 @@ class Rules:
 
     Attributes:
         candidates: Of which counts of the step what is logged at a place was made so far in each batch; see `totals`.
+        made: What each of these gives for the latest batch.
         tells_nothing: In how many batches nobody could tell.
         totals: Where it was made of counts in some batch.
         sums: Which modules and objects add up numbers of samples, so that floating-point ones grow by the sum.
@@ -101,6 +102,7 @@ class Rules:
         self._looks_made = 0
         self._samples = 0
         self.candidates: dict[str, frozenset[Any]] = {}
+        self.made: dict[str, dict[Any, float]] = {}
         self.tells_nothing: Counter[str] = Counter()
         self.totals: set[str] = set()
         self.sums: set[Any] = set()

@@ -159,6 +159,12 @@ def batch_value(metric: Metric) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def latest_computed(metric: Metric) -> torch.Tensor | None:
+    """What a metric has computed since it was told something; None if nobody has asked, or it is no tensor."""
+    value = metric._computed
+    return value if isinstance(value, torch.Tensor) else None
+
+
 def set_batch_value(metric: Metric, value: torch.Tensor | None) -> None:
     """Let `metric` know its value on the last batch, if any, and that it was updated, on ranks where it was not."""
     metric._forward_cache = value  # type: ignore[assignment]

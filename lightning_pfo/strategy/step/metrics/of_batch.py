@@ -2,7 +2,8 @@
 
 A metric says it of each microbatch, and of a sum, a largest value or an F1 score what these say is no mean of the
 batch's. So the states that it has of each microbatch alone are noted, and merged as torchmetrics merges those of
-processes. What aggregators say follows from what they are told of the batch; see `aggregators`.
+processes. What aggregators say follows from what they are told of the batch; see `aggregators`. Of what a step makes of
+it (`self.correct.compute() / self.seen.compute()`, `self.seen.compute().item()`) see `totals`.
 """
 
 from __future__ import annotations
@@ -10,22 +11,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.effects.outward.calls import Call, is_of_metric
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
 from lightning_pfo.strategy.step.metrics.compat import (
+    batch_value,
     computed_of,
+    latest_computed,
     left_as_it_is,
     noting_states,
     said_of,
+    updates_of,
     value_of_states,
 )
+from lightning_pfo.strategy.step.metrics.totals import Count
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -35,7 +42,7 @@ Key = tuple[str, int]
 
 
 class _Said(NamedTuple):
-    """What a metric has said that was logged.
+    """What a metric has said.
 
     Attributes:
         metric: Which metric it is, by its id.
@@ -62,6 +69,7 @@ class SaidOfBatch:
         self._once: frozenset[int] = frozenset()
         self._states: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._logged: dict[Key, list[_Said]] = {}
+        self._said: dict[_Said, list[torch.Tensor]] = {}
 
     @contextmanager
     def of_microbatch(self, metrics: Iterable[Metric], aggregators: Aggregators, *, is_part: bool) -> Iterator[None]:
@@ -75,11 +83,22 @@ class SaidOfBatch:
         self._metrics = {id(metric): metric for metric in metrics}
         self._told, self._once = aggregators.told, aggregators.ids
         self._told.clear()
+        before = {known: batch_value(metric) for known, metric in self._metrics.items()}
         with ExitStack() as stack:
             for metric in metrics:
                 if id(metric) not in self._once:
                     stack.enter_context(noting_states(metric, self._note, may_lack_samples=is_part))
             yield
+        for known, nth in self._told.items():  # others say what they said before the batch
+            of_batch, of_all = batch_value(self._metrics[known]), latest_computed(self._metrics[known])
+            if of_batch is not None and of_batch is not before[known]:
+                self._take(_Said(known, nth, True), of_batch)
+            if of_all is not None and known in self._once:  # others go on from microbatch to microbatch
+                self._take(_Said(known, nth, False), of_all)
+
+    def _take(self, said: _Said, value: torch.Tensor) -> None:
+        with following(None):
+            self._said.setdefault(said, []).append(plain(value).detach().clone())  # it may be a state
 
     def _note(self, metric: Metric, states: dict[str, Any]) -> None:
         with following(None):
@@ -106,7 +125,31 @@ class SaidOfBatch:
         found = self._logged.get(key, [])
         if len(found) != number or len(set(found)) != 1 or number == 1:
             return None
-        known, nth, is_of_batch = found[0]
+        return self._of_batch(found[0], calls)
+
+    def counts(self, number: int, calls: Sequence[Call]) -> dict[Path, Count]:
+        """What metrics have said in all microbatches, of which the step may have made other numbers.
+
+        Args:
+            number: How many microbatches there are.
+            calls: What the batch tells aggregators.
+        """
+        return {
+            ("said by metrics", *said): Count(partial(self._before, said), values, partial(self._of_batch, said, calls))
+            for said, values in self._said.items()
+            if len(values) == number > 1
+        }
+
+    def _before(self, said: _Said) -> torch.Tensor | None:
+        """What a metric says before the batch; of the batch alone it says nothing."""
+        metric = self._metrics[said.metric]
+        if said.is_of_batch or not updates_of(metric):
+            return torch.zeros(())
+        with left_as_it_is(metric):
+            return computed_of(metric, is_of_batch=False)
+
+    def _of_batch(self, said: _Said, calls: Sequence[Call]) -> torch.Tensor | None:
+        known, nth, is_of_batch = said
         metric = self._metrics[known]
         if metric.dist_sync_on_step:  # it says what replicas come to, all of which are here in the step only
             return None

@@ -17,6 +17,7 @@ from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, Rule, Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 from lightning_pfo.strategy.step.first_batch.differences.losses import apart
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
+from lightning_pfo.strategy.step.metrics.totals import choose_totals
 from lightning_pfo.strategy.step.outcome import Numbers
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
@@ -70,8 +71,11 @@ class NumberCheck:
 
     def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
         """The numbers that are others by microbatches than in one piece, by more than rounding and chance."""
-        by_parts = [pair.parts.numbers(self.rules) for pair in situation]
         wholes = [pair.whole.numbers(self.rules) for pair in situation]
+        by_parts = []
+        for pair, whole in zip(situation, wholes, strict=True):
+            by_parts.append(pair.parts.numbers(self.rules))
+            choose_totals(self.rules, whole)
         for pair, one, other in zip(situation, by_parts, wholes, strict=True):
             zeros = pair.parts.zeros() | pair.whole.zeros()
             _complete(one, other, zeros)
