@@ -713,6 +713,24 @@ class Idioms(Base):
         }
 
 
+class Averages(Base):
+    """Averages of weights that begin with the first step, and change in place from then on."""
+
+    def __init__(self):
+        super().__init__()
+        self.shadow = {}
+
+    def note(self, x, output, batch_idx):
+        for name, parameter in self.layers.named_parameters():
+            if batch_idx:
+                self.shadow[name].mul_(0.9).add_(parameter.detach(), alpha=0.1)
+            else:
+                self.shadow[name] = parameter.detach().clone()
+
+    def found(self):
+        return plain(self.shadow)
+
+
 class Ratios(Base):
     """What is logged of counts that a step keeps, from one batch to the next; in the second each part has one hit."""
 
@@ -1139,6 +1157,7 @@ CASES = {
     "lengths": Lengths,
     "by_class": ByClass,
     "idioms": Idioms,
+    "averages": Averages,
     "ratios": Ratios,
     "texts": Texts,
     "reads_logged": ReadsLogged,

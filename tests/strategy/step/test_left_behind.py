@@ -29,6 +29,7 @@ CASES = (
     "lengths",
     "by_class",
     "idioms",
+    "averages",
     "ratios",
     "texts",
     "reads_logged",

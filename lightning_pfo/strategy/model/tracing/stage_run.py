@@ -276,6 +276,14 @@ class StageRun:
         before = self._events[: self.position]
         return deviates(next((event.line for event in reversed(before) if event.reads and not event.of_metric), ""))
 
+    def _set_apart(self) -> None:
+        """Keep what was written into tensors of the user's, which get back what they had when the step is left."""
+        ours = set(map(id, self._adopted))
+        with following(None), DisableTorchFunctionSubclass():
+            for label in self._program.sent if ours else ():
+                if id(self._kept.get(label)) in ours:
+                    self._kept[label] = value_of(self._kept[label]).clone()
+
     def _end(self) -> None:
         if not self._program.ends_early:
             raise StageEnded
@@ -358,7 +366,10 @@ class StageRun:
         event = self._events[position]
         if position < self._start or position in self._program.others:
             return self._leave_out(event, compute, args, kwargs)
-        return self._compute(position, event, compute, args, kwargs)
+        result = self._compute(position, event, compute, args, kwargs)
+        if self.position == self._program.stop:
+            self._set_apart()
+        return result
 
     def _leave_out(self, event: Event, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         label = event.only_label

@@ -39,7 +39,8 @@ from lightning_pfo.strategy.model.reach.places import (
     Places,
     named,
 )
-from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, plain_in_place
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, Tracked, plain_in_place
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
@@ -99,14 +100,24 @@ class Attributes:
         self.rows: dict[Path, Dimensions] = {}
 
     def changed_values(self) -> list[Any]:
-        """What the step has set and appended, but the dear."""
+        """What the step has set and appended, but the dear, and tensors into which it has written what is followed."""
         found = [
             value
             for container, before in self._containers.values()
             if not _is_as_before(container, before)
             for _, (_, value) in _changes_in(container, before)
         ]
+        found += [
+            noted.array
+            for path, noted in self._tensors.items()
+            if isinstance(noted.array, Tracked) and not self._are_of_ranks(path)
+        ]
         return [value for value in found if _bytes_of(value) <= _DEAR_BYTES]
+
+    def _are_of_ranks(self, path: Path) -> bool:
+        """Whether a tensor is one of several of which each rank has its own, as copies of weights that a hook made."""
+        container, _ = self._containers.get(path[:-1], ((), None))
+        return any(map(is_placeholder, container.values() if isinstance(container, MutableMapping) else container))
 
     def leave_alone(self, buffers: Iterable[str]) -> None:
         """Take no notice of some buffers of the module."""
