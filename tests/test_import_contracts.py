@@ -160,6 +160,7 @@ MAY_KNOW = {
         *(
             "strategy.step.first_batch.known_rules",
             "strategy.step.gradients",
+            "strategy.step.metrics",
             "strategy.step.on_stages",
             "strategy.step.values",
             "strategy.step.whole",
@@ -167,7 +168,7 @@ MAY_KNOW = {
     },
     "strategy.step.first_batch.differences": {
         *("strategy.parallel", "strategy.step.batches", "strategy.step.effects", "strategy.step.gradients"),
-        *("strategy.step.outcome", "strategy.step.whole"),
+        *("strategy.step.metrics", "strategy.step.outcome", "strategy.step.whole"),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},
     "strategy.model": {"core", "strategy.parallel"},

@@ -18,6 +18,7 @@ from lightning_pfo.strategy.step.effects.left import Left, beside_loss, place_of
 from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.metrics.compat import BATCH_VALUE
+from lightning_pfo.strategy.step.metrics.running import running_in
 from lightning_pfo.strategy.step.metrics.totals import changed_totals, totals_in
 from lightning_pfo.strategy.step.programs import StepPrograms
 from lightning_pfo.strategy.step.recording import LogRecorder
@@ -113,6 +114,9 @@ class StepRun:
         said = recorder.said.counts(len(recorder.sizes), self.effects.told)
         totals = totals_in(self.effects.changes, outcome["changes"], self.effects.value_at, said)
         outcome["changes"] |= changed_totals(self.effects.changes, outcome["changes"], totals, rules)
+        outcome["changes"] |= running_in(
+            self.effects.changes, outcome["changes"], self.effects.value_at, recorder.sizes, rules
+        )
         outcome["logged"] = [tuple(logged) for logged in recorder.logged(rules, totals, self.effects.told)]
         return outcome | recorder.output(self.results, rules, train=self.train, batch_dim=self.batch_dim)
 

@@ -731,6 +731,43 @@ class Averages(Base):
         return plain(self.shadow)
 
 
+class RunningMeanStd:
+    """As in reinforcement learning; the count may be of any kind."""
+
+    def __init__(self, array, count):
+        self.mean, self.var, self.count = array, array + 1, count
+
+    def update(self, x):
+        number, mean, var = len(x), x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
+        delta, total = mean - self.mean, self.count + number
+        squares = self.var * self.count + var * number + delta**2 * self.count * number / total
+        self.mean, self.var, self.count = self.mean + delta * number / total, squares / total, total
+
+
+class Running(Base):
+    """Running means and variances of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_arrays = RunningMeanStd(np.zeros(4), 1e-4)
+        self.of_tensors = RunningMeanStd(torch.zeros(4, dtype=torch.double), 0)
+        self.number, self.middle, self.squares, self.deviation = torch.tensor(0.0), *torch.zeros(3, 4)
+
+    def note(self, x, output, batch_idx):
+        self.of_arrays.update(x.double().numpy())
+        self.of_tensors.update(output.detach().double())
+        for row in x:  # Welford's
+            self.number = self.number + 1
+            delta = row - self.middle
+            self.middle = self.middle + delta / self.number
+            self.squares = self.squares + delta * (row - self.middle)
+        self.deviation = (self.squares / self.number).sqrt()
+
+    def found(self):
+        kept = (self.number, self.middle, self.squares, self.deviation)
+        return [plain(each) for each in (self.of_arrays, self.of_tensors, *kept)]
+
+
 class Ratios(Base):
     """What is logged of counts that a step keeps, from one batch to the next; in the second each part has one hit."""
 
@@ -1158,6 +1195,7 @@ CASES = {
     "by_class": ByClass,
     "idioms": Idioms,
     "averages": Averages,
+    "running": Running,
     "ratios": Ratios,
     "texts": Texts,
     "reads_logged": ReadsLogged,

@@ -30,6 +30,7 @@ CASES = (
     "by_class",
     "idioms",
     "averages",
+    "running",
     "ratios",
     "texts",
     "reads_logged",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, Rule, Rules
+from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, RUNNING, Rule, Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 from lightning_pfo.strategy.step.first_batch.differences.losses import apart
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
@@ -35,6 +35,7 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "least": {"": "least", GROWN: "least"},
     "begin": {"": "begin", GROWN: "begin"},
     "end": {"": "end", GROWN: "end"},
+    **{name: {"": name, GROWN: None, SET: None} for name in RUNNING},
 }
 """Rules to try, the likelier first; what they are for a number, and for how it grows and is set."""
 _NAMED = 5
