@@ -278,9 +278,9 @@ def describe_in_evaluation(unfit: dict[str, str]) -> str:
     return (
         f"{_PUT_TOGETHER} In an evaluation these are others than on one device: {_named(unfit)}. So it is with what "
         f"says of a sample how it compares with others of the batch (a rank, a position, a similarity to all), with "
-        f"texts that number samples, and with numbers that are no mean or sum over samples. From here on its batches run in one piece, one stage "
-        f"after the other, which takes longer and gives what one device has. check_loss=False leaves the comparison "
-        f"out."
+        f"texts that number samples, and with numbers that are no mean or sum over samples. From here on its batches "
+        f"run in one piece, one stage after the other, which takes longer and gives what one device has. "
+        f"check_loss=False leaves the comparison out."
     )
 
 

@@ -1,8 +1,8 @@
 """Whether texts, and other values that are no numbers, are those of one device: `[f"row{k}" for k in range(len(x))]`.
 
-Nothing is known by which those of microbatches could be put together in another way, so that they are compared only. What
-depends on the place of a sample in its batch, or on how many there are, is another in each microbatch but the first; what
-rounding decides, such as which of two classes is named, in few samples.
+Nothing is known by which those of microbatches could be put together in another way, so that they are compared only.
+What depends on the place of a sample in its batch, or on how many there are, is another in each microbatch but the
+first; what rounding decides, such as which of two classes is named, in few samples.
 """
 
 from __future__ import annotations
