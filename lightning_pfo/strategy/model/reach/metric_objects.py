@@ -18,11 +18,10 @@ def kept_by_metric(module: Any) -> frozenset[str]:
         return frozenset()
     states = module.metric_state.items()
     names = {name for name, value in states if not isinstance(value, list)}
-    kept: frozenset[str] = _kept_by_all(torchmetrics.SumMetric)
-    return kept | names
+    return _kept_by_all(torchmetrics.SumMetric) | names
 
 
 @cache
 def _kept_by_all(kind: Any) -> frozenset[str]:
     metric = kind()
-    return frozenset(vars(metric)) - metric.metric_state.keys()
+    return frozenset(vars(metric)).difference(metric.metric_state)
