@@ -128,9 +128,14 @@ def users_module() -> nn.Module | None:
 
 
 def within_metric() -> bool:
-    """Whether a method of a torchmetrics object is running, by the file that wraps them: it is asked many times."""
-    file = getattr(sys.modules.get("torchmetrics.metric"), "__file__", None)
-    return file is not None and any(frame.f_code.co_filename == file for frame, _ in _stack())
+    """Whether a method of a torchmetrics object is running, by the file that wraps them: it is asked many times.
+
+    Those of wrappers around other metrics are not wrapped.
+    """
+    torchmetrics = sys.modules.get("torchmetrics")
+    parts = (getattr(torchmetrics, name, None) for name in ("metric", "wrappers"))  # while it is imported it has none
+    files = tuple(str(part.__file__).removesuffix("__init__.py") for part in parts if part is not None)
+    return bool(files) and any(frame.f_code.co_filename.startswith(files) for frame, _ in _stack())
 
 
 class Variables(MutableMapping[str, Any]):

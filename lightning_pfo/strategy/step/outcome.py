@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -129,17 +131,24 @@ class StepRun:
         """All numbers of the batch, put together by rules."""
         outcome = self.merged(rules, is_sent=False)
         logged = zip(self.recorder.values, outcome["logged"], strict=True)
-        # what a metric object has of the batch counts where it is logged
-        changes = {path: change for path, change in outcome["changes"].items() if path[-1] != BATCH_VALUE}
         return _numbers_in(
             {
-                **self.effects.growth_in(changes),
+                **self._left_in(outcome),
                 **{place_of_log(*key): value for key, (*_, value) in logged if self.recorder.is_looked_at(key)},
                 **{place_of(index, call): arguments_of(call) for index, call in enumerate(outcome["calls"])},
-                "output": outcome["output"],
                 **self.computed,
             }
         )
+
+    def texts(self, rules: Rules) -> dict[str, Any]:
+        """What is no number of what the batch leaves and returns, by its place: texts, paths, sets of them and None."""
+        left = self._left_in(self.merged(rules, is_sent=False))
+        return {path: leaf for place, value in left.items() for path, leaf in _leaves(value, place) if _is_text(leaf)}
+
+    def _left_in(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """What an outcome leaves and returns; what a metric object has of the batch counts where it is logged."""
+        changes = {path: change for path, change in outcome["changes"].items() if path[-1] != BATCH_VALUE}
+        return {**self.effects.growth_in(changes), "output": outcome["output"]}
 
     def zeros(self) -> set[str]:
         """Where numbers were 0 that a microbatch has changed: they are 0 still where another has not."""
@@ -168,6 +177,21 @@ def _numbers_in(values: dict[str, Any]) -> Numbers:
             if number is not None:
                 found[path] = number
     return found
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of a value, with the items of arrays that hold no numbers."""
+    for path, leaf in leaves_of(value, place):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USO":
+            yield from leaves_of(leaf.tolist(), path)
+        else:
+            yield path, leaf
+
+
+def _is_text(leaf: Any) -> bool:
+    if isinstance(leaf, (set, frozenset)):
+        return all(type(item) is int or _is_text(item) for item in leaf)
+    return leaf is None or isinstance(leaf, (str, bytes, PurePath, Enum))
 
 
 def _as_number(leaf: Any) -> torch.Tensor | None:

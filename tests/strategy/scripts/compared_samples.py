@@ -29,12 +29,13 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
         self.mrr, self.top, self.far, self.near = RetrievalMRR(), BinaryAccuracy(), MeanSquaredError(), BinaryAccuracy()
-        self.found, self.alike = [], []
+        self.names, self.files = [], []
 
     def training_step(self, batch, batch_idx):
         outputs = self.net(batch)
         score = outputs[:, 0].detach()
         self.near(score > score.median(), score > 0)  # which is told of
+        self.files.extend(f"{batch_idx}_{row}.png" for row in range(len(batch)))  # which is, too
         return outputs.square().mean()
 
     def validation_step(self, batch, batch_idx):
@@ -51,11 +52,15 @@ class Module(L.LightningModule):
         self.log("median", outputs.median())
 
     def test_step(self, batch, batch_idx):
-        self.log("mean", self.net(batch).mean())  # nothing is compared here
-        return self.net[0](batch).argmax(1)
+        self.log("mean", self.net(batch).mean())
+        self.names.extend(f"{batch_idx}_{row}" for row, _ in enumerate(batch))
 
-    def predict_step(self, batch, batch_idx):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
         outputs = self.net(batch)
+        if dataloader_idx == 1:
+            return [{"name": f"row{row}", "path": Path(f"{batch_idx}_{row}.png")} for row in range(len(batch))]
+        if dataloader_idx == 2:  # which depends on each sample alone
+            return [f"{'plus' if value > 0 else 'minus'} {value:.4f}" for value in outputs[:, 0].tolist()]
         first = outputs[:, 0]
         scores = (first - first.mean()) / first.std()
         return {"scores": scores, "ranks": first.argsort().argsort(), "similar": outputs @ outputs.T}
@@ -83,8 +88,11 @@ def run(where):
     trainer.fit(module, loader, loader)
     found = {"validated": {name: float(value) for name, value in trainer.callback_metrics.items()}}
     found["tested"] = trainer.test(module, loader, verbose=False)
-    predicted = trainer.predict(module, loader)
+    found["named"] = module.names
+    predicted, rows, signs = trainer.predict(module, [loader] * 3)
     found["predicted"] = [{name: value.tolist() for name, value in each.items()} for each in predicted]
+    found["rows"] = [[{name: str(value) for name, value in row.items()} for row in each] for each in rows]
+    found["signs"] = signs
     texts = [text for text in said if "are others than on one device" in text]
     (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps({"found": found, "said": texts}))
 

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from lightning_pfo.strategy.model.reach.metric_objects import kept_by_metric
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
 from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -171,10 +172,10 @@ class Places:
             self._attributes((name,), variables if there is None else there.joined(variables))
 
     def _module(self, path: Path, module: Any, left_alone: Collection[str]) -> None:
-        attributes = vars(module)
-        self.containers[path] = attributes
-        for name, value in _in_order(attributes):
-            if name not in left_alone:
+        kept = kept_by_metric(module)
+        self.containers[path] = AllBut(vars(module), kept.__contains__) if kept else vars(module)
+        for name, value in _in_order(vars(module)):
+            if name not in left_alone and name not in kept:
                 self._note((*path, name), value)
 
     def _object(self, path: Path, value: Any) -> None:

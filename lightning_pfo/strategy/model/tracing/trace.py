@@ -114,7 +114,7 @@ def trace_step(
     """
     held = HeldTensors(owner)
     run = _TraceRun(device, held, selected, rising=rising)
-    seen = run.seen = TensorsSeen(run, held, run.see, run.select, weights)
+    seen = run.seen = TensorsSeen(run, held, run.see, run.select, weights, run.draw_for_metric)
     run.trace.weights = weights
     result = None
     noted = recomputation_noted(run, run.trace.events, run.trace.recomputed)
@@ -345,6 +345,15 @@ class _TraceRun:
     def select(self) -> None:
         """Note that a size comes from the values of the batch."""
         self.trace.selects.append(len(self.trace.events))
+
+    @contextmanager
+    def draw_for_metric(self) -> Iterator[None]:
+        """Take no notice of what a metric draws meanwhile: that decides about nothing that stages do."""
+        before = self._glue_state
+        is_first_draw = before is not None and random_state.same_state(before, random_state.get_state(self._device))
+        yield
+        if is_first_draw:
+            self._glue_state = random_state.get_state(self._device)
 
     def listen(self, event: Event) -> None:
         """Note a unit that is to be followed into, since it logs by itself."""

@@ -305,6 +305,7 @@ class Comparison:
         situations = [pairs, others, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
+            unfit |= _tried(lambda: check.unfit_texts(pairs, tolerance)) or {}
             if said:  # the loss that is logged too
                 loss = " instead of ".join(apart(losses[0].mean, losses[0].of_all))
                 unfit = {place: how for place, how in unfit.items() if how != loss}
@@ -385,7 +386,7 @@ class Comparison:
         return _tried(find) or {}
 
     def _differ(self, check: NumberCheck, pairs: Sequence[Pair], tolerance: float) -> bool:
-        return bool(_tried(lambda: check.differing(pairs, tolerance)))
+        return bool(_tried(lambda: check.differs(pairs, tolerance)))
 
 
 def _tried(function: Callable[[], T]) -> T | None:

@@ -1,8 +1,9 @@
-"""torchmetrics objects that add up what a step gives them (`SumMetric`, `MeanMetric`): they are told once for a batch.
+"""torchmetrics objects to which counts what they are told at once (`SumMetric`): they are told once for a batch.
 
 Other metrics are told of samples, of microbatches as of batches, and come to the same. These are told numbers, mostly a
 loss: a sum of those of microbatches is no sum of those of batches. And a `Running` metric, of whatever kind, keeps the
-last few of what it is told. So each run of a step finds them as they were at the
+last few of what it is told; one with a state that is a mean over updates, or is reduced by a function of its class,
+depends on what it is told at once. So each run of a step finds them as they were at the
 begin of the batch, what it tells them is noted like what it says to loggers, and said to them where the step ends, when
 the batch is done, with values merged.
 """
@@ -20,7 +21,13 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import note_call
-from lightning_pfo.strategy.step.metrics.compat import note_changes, progress_of, put_back, update_each
+from lightning_pfo.strategy.step.metrics.compat import (
+    needs_whole_batches,
+    note_changes,
+    progress_of,
+    put_back,
+    update_each,
+)
 from lightning_pfo.strategy.step.metrics.states import is_metric
 
 if TYPE_CHECKING:
@@ -78,7 +85,7 @@ def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:
     return {
         path: module
         for path, module in modules.items()
-        if isinstance(module, (basic, running))
+        if isinstance(module, (basic, running)) or (is_metric(module) and needs_whole_batches(module))
         if path and not path.startswith(inside)
     }
 

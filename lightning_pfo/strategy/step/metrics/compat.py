@@ -252,6 +252,18 @@ def value_of_states(metric: Metric, states: Sequence[dict[str, Any]]) -> torch.T
     return computed_of(metric, is_of_batch=False)
 
 
+def needs_whole_batches(metric: Metric) -> bool:
+    """Whether what a metric comes to depends on how samples are divided into updates.
+
+    So it is where torchmetrics takes the mean of a state over updates, stacks it, or the class says how it is reduced.
+    """
+    utilities = sys.modules["torchmetrics"].utilities
+    exact = {getattr(utilities, f"dim_zero_{name}") for name in ("sum", "max", "min", "cat")}
+    reductions: Mapping[str, Any] = metric._reductions
+    states = state_of(metric)
+    return any(how not in exact and not isinstance(states[name], list) for name, how in reductions.items())
+
+
 def updates_of(metric: Metric) -> int:
     """How often a metric was updated."""
     return metric._update_count
@@ -301,8 +313,13 @@ def put_back(metric: Metric, progress: dict[str, Any]) -> None:
 
 
 def note_changes(metric: Metric, note: Callable[[str, Any, Any], None], patches: Patches) -> None:
-    """Let `note` hear of what changes a metric: `update` (also by a call of the metric) and `reset`, with arguments."""
+    """Let `note` hear of what changes a metric: `update` (also by a call of the metric) and `reset`, with arguments.
+
+    A call puts states together with those before by reductions, which may come to something else than `update`; it is
+    told as such then, but where it waits for other processes.
+    """
     update, forward, reset = metric.update, metric.forward, metric.reset
+    called = "forward" if needs_whole_batches(metric) and not metric.dist_sync_on_step else "update"
     is_within = False
 
     def noted(method: str, ordinary: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -318,7 +335,7 @@ def note_changes(metric: Metric, note: Callable[[str, Any, Any], None], patches:
         return result
 
     patches.set(metric, "update", partial(noted, "update", update))
-    patches.set(metric, "forward", partial(noted, "update", forward))
+    patches.set(metric, "forward", partial(noted, called, forward))
     patches.set(metric, "reset", partial(noted, "reset", reset))
 
 

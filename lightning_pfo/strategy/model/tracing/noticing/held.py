@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
 from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
+from lightning_pfo.strategy.model.tracing.noticing.drawing import draws
 from lightning_pfo.strategy.model.tracing.noticing.leaves import is_value
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
-from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.model.variables import users_line, within_metric
 from lightning_pfo.strategy.parallel.compat import change_mark, has_memory, memory_of, named_tensors, reserved_memory
 from lightning_pfo.strategy.parallel.dtensor import writes
 
@@ -133,8 +134,10 @@ class TensorsSeen(TorchFunctionMode):
         see: Callable[[list[Any]], None] | None = None,
         select: Callable[[], None] | None = None,
         followed: Iterable[Place] = (),
+        draw: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
+        self._draw = draw
         self._followed = WeightsFollowed(run, followed)
         self._select = select
         self._run = run
@@ -146,14 +149,14 @@ class TensorsSeen(TorchFunctionMode):
     @contextmanager
     def instead(self, run: Run) -> Iterator[dict[str, None]]:
         """Note what is used while another run follows, in what is given out; two of these would take twice as long."""
-        before = self._run, self.names, self.changed, self._see, self._select
+        before = self._run, self.names, self.changed, self._see, self._select, self._draw
         used: dict[str, None] = {}
-        self._run, self.names, self.changed, self._see, self._select = run, {}, {}, None, None
+        self._run, self.names, self.changed, self._see, self._select, self._draw = run, {}, {}, None, None, None
         try:
             yield used
         finally:
             used |= self.names
-            self._run, self.names, self.changed, self._see, self._select = before
+            self._run, self.names, self.changed, self._see, self._select, self._draw = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tells_no_values(func) or current_run() is not self._run:  # what a unit is given is its own affair
@@ -175,7 +178,8 @@ class TensorsSeen(TorchFunctionMode):
         if names and writes(func, kwargs or {}):
             self._held.remember(self._held.names(leaves))
         versions = [change_mark(leaf) if self._held.name(leaf) else (0, 0) for leaf in leaves] if names else []
-        result = func(*args, **(kwargs or {}))
+        with self._draw() if self._draw is not None and draws(func) and within_metric() else nullcontext():
+            result = func(*args, **(kwargs or {}))
         for leaf, version in zip(leaves, versions, strict=False):
             if (name := self._held.name(leaf)) and change_mark(leaf) != version:
                 self.changed[name] = None

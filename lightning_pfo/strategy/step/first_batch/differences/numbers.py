@@ -18,6 +18,7 @@ from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 from lightning_pfo.strategy.step.first_batch.differences.losses import apart
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.metrics.totals import choose_totals
+from lightning_pfo.strategy.step.first_batch.differences.texts import differing_texts
 from lightning_pfo.strategy.step.outcome import Numbers
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
@@ -40,7 +41,7 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
 """Rules to try, the likelier first; what they are for a number, and for how it grows and is set."""
 _NAMED = 5
 """Of more numbers only the first are named."""
-_PUT_TOGETHER = "Numbers that a step leaves, returns or logs are put together from those of its microbatches."
+_PUT_TOGETHER = "What a step leaves, returns or logs is put together from that of its microbatches."
 
 
 Situation = Sequence[Pair]
@@ -68,6 +69,7 @@ class NumberCheck:
     changed: dict[str, str] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
     _seen: set[str] = field(default_factory=set)
+    _told_texts: set[str] = field(default_factory=set)
     _dimensions: dict[str, int] = field(default_factory=dict)
 
     def differing(self, situation: Situation, tolerance: float) -> dict[str, str]:
@@ -101,6 +103,20 @@ class NumberCheck:
             if said and of not in self.unfit:
                 found[of] = said
         return found
+
+    def differs(self, situation: Situation, tolerance: float) -> bool:
+        """Whether some number or text is another by microbatches than in one piece."""
+        return bool(self.differing(situation, tolerance) or self._other_texts(situation, tolerance))
+
+    def unfit_texts(self, situation: Situation, tolerance: float) -> dict[str, str]:
+        """The texts that are others than in one piece, of which each kind is told once, and how they differ."""
+        found = self._other_texts(situation, tolerance)
+        self._told_texts |= found.keys()
+        return dict(found.values())
+
+    def _other_texts(self, situation: Situation, tolerance: float) -> dict[str, tuple[str, str]]:
+        rounds = tolerance > _LEAST_TOLERANCE
+        return differing_texts(situation, self.rules, tolerance, rounds=rounds, told=self._told_texts)
 
     def number_unexplained(self, situation: Situation, tolerance: float) -> int:
         """How many numbers differ that no rule would explain; nothing is learnt of it."""
@@ -266,10 +282,10 @@ def describe_in_evaluation(unfit: dict[str, str]) -> str:
     """What is said of those of an evaluation, whose batches are not divided from there on."""
     return (
         f"{_PUT_TOGETHER} In an evaluation these are others than on one device: {_named(unfit)}. So it is with what "
-        f"says of a sample how it compares with others of the batch (a rank, a position, a similarity to all), and "
-        f"with numbers that are no mean or sum over samples. From here on its batches run in one piece, one stage "
-        f"after the other, which takes longer and gives what one device has. check_loss=False leaves the comparison "
-        f"out."
+        f"says of a sample how it compares with others of the batch (a rank, a position, a similarity to all), with "
+        f"texts that number samples, and with numbers that are no mean or sum over samples. From here on its batches "
+        f"run in one piece, one stage after the other, which takes longer and gives what one device has. "
+        f"check_loss=False leaves the comparison out."
     )
 
 

@@ -1,0 +1,133 @@
+"""Metrics of a user's own classes, with states of each kind of reduction; usage: own_metrics.py FOLDER.
+
+The same run by a plain Trainer and by the pipeline on two ranks; each writes what hooks compute and what is logged.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from tests.quiet import QUIET
+from tests.ranks import run_ranks
+
+FOLDER = Path(sys.argv[1])
+INPUTS = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))  # the last of three batches is short
+
+
+def root_of_squares(states):
+    return states.square().sum(0).sqrt()
+
+
+REDUCTIONS = {
+    "sum": "sum",
+    "mean": "mean",
+    "max": "max",
+    "min": "min",
+    "cat": "cat",
+    "none": None,
+    "own": root_of_squares,
+}
+COMPUTED = ("sum", "mean", "max", "min", "own")
+"""Those that a step computes; with lists, each microbatch has those of its own samples only."""
+
+
+class Of(Metric):
+    """A state of a reduction, and an attribute beside."""
+
+    full_state_update = False
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        default = [] if kind in ("cat", "none") else torch.tensor({"max": -9.0, "min": 9.0}.get(kind, 0.0))
+        self.add_state("value", default, dist_reduce_fx=REDUCTIONS[kind])
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, values):
+        self.calls += 1
+        if self.kind == "sum":
+            self.value = self.value + values.sum()
+        elif self.kind == "mean":
+            self.value = (self.value * self.number + values.sum()) / (self.number + len(values))
+        elif self.kind in ("max", "min"):
+            self.value = getattr(torch.cat([self.value.reshape(1), values]), self.kind)()
+        elif self.kind == "own":
+            self.value = root_of_squares(torch.cat([self.value.reshape(1), values]))
+        else:
+            self.value.append(values)
+        self.number = self.number + len(values)
+
+    def compute(self):
+        if self.kind in ("cat", "none"):
+            values = torch.cat(self.value) if isinstance(self.value, list) else self.value
+            return values.sum() / self.number + values.max()
+        return self.value / self.number if self.kind == "sum" else self.value
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+        self.updated = nn.ModuleDict({kind: Of(kind) for kind in REDUCTIONS})
+        self.called = nn.ModuleDict({kind: Of(kind) for kind in REDUCTIONS})
+        self.computed = nn.ModuleDict({kind: Of(kind) for kind in COMPUTED})
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.net(batch)
+        values = outputs[:, 0].detach()
+        for kind in REDUCTIONS:
+            self.updated[kind].update(values)
+            self.called[kind](values)
+            self.log(f"called_{kind}", self.called[kind], on_step=True, on_epoch=True)
+        for kind in COMPUTED:
+            self.computed[kind].update(values)
+            self.log(f"computed_{kind}", self.computed[kind].compute(), on_step=True, on_epoch=False)
+        return outputs.square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        found = {name: float(value) for name, value in self.trainer.logged_metrics.items() if "epoch" not in name}
+        self.seen.append(found)
+
+    def on_train_epoch_end(self):
+        for metrics in (self.updated, self.computed):
+            self.seen.append({kind: float(metric.compute()) for kind, metric in metrics.items()})
+            for metric in metrics.values():
+                metric.reset()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(where):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("lightning_pfo").addHandler(handler)
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2 if where == "two" else 1,
+        strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=4),
+        max_epochs=2,
+        default_root_dir=FOLDER,
+        **QUIET,
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(INPUTS, batch_size=20))
+    epoch = {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("epoch")}
+    texts = [text for text in said if "than on one device" in text]
+    found = {"seen": module.seen, "epoch": epoch, "said": texts}
+    (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+for where in ("plain", "two"):
+    run_ranks(run, 2 if where == "two" else 1, where)
