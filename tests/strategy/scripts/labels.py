@@ -1,4 +1,4 @@
-"""Trainings on labels of which some are -100, with nothing said of weights; every rank writes FOLDER/rank_N.json."""
+"""Trainings whose losses are means over labels, with nothing said of that; every rank writes FOLDER/rank_N.json."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
-LENGTH, CLASSES, BATCH = 6, 5, 8
+LENGTH, CLASSES, BATCH, PADDING = 6, 5, 8, 1
 said = []
 
 
@@ -96,13 +96,55 @@ class Mild(Named):
             parameter.data.mul_(0.01)
 
 
-def samples(numbers_of_gaps, *, is_named):
+class Padded(Shifted):
+    """Has rows that end with padding, and predicts what is none."""
+
+    def loss(self, x, labels):
+        logits, labels = self.layers(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return cross_entropy(logits, labels, ignore_index=PADDING)
+
+
+class Masked(Named):
+    """Has a mask, over which it takes a mean by hand."""
+
+    def parts_of(self, batch):
+        return batch["x"], (batch["labels"], batch["mask"])
+
+    def loss(self, x, labels):
+        labels, mask = labels
+        return (cross_entropy(self.layers(x).mT, labels, reduction="none") * mask).sum() / mask.sum()
+
+
+class Weighted(Masked):
+    """Has weights of samples."""
+
+    def parts_of(self, batch):
+        return batch["x"], (batch["labels"], batch["weights"][:, None].expand(-1, LENGTH))
+
+
+class ByClass(Named):
+    """Has classes of other weights, and a padding that has no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 0.1, 2.0, 5.0, 0.5]), ignore_index=PADDING)
+
+    def loss(self, x, labels):
+        return self.criterion(self.layers(x).mT, labels)
+
+
+def samples(numbers_of_gaps, make):
     generator = torch.Generator().manual_seed(0)
     for gaps in numbers_of_gaps:
         labels = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
-        labels[:gaps] = -100
+        mask, weights = torch.arange(LENGTH) < LENGTH - gaps, torch.tensor(1.0 + gaps)
+        if make in (Padded, ByClass):
+            labels = torch.where(mask, labels.clamp(min=PADDING + 1), PADDING)
+        elif make not in (Masked, Weighted):
+            labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
-        yield {"x": x, "labels": labels} if is_named else (labels, x)
+        named = {"x": x, "labels": labels} | ({"mask": mask, "weights": weights} if issubclass(make, Masked) else {})
+        yield (labels, x) if issubclass(make, Shifted) else named
 
 
 RAGGED = [0, 1, 4, 5, 6, 6, 2, 0, 3, 3, 1, 5, 0, 0, 2, 4, 4, 1, 0, 3]
@@ -117,6 +159,10 @@ CASES = {
     "alternating": (Alternating, RAGGED * 2),
     "changing": (Changing, [*RAGGED, *RAGGED[:BATCH]]),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
+    "padded": (Padded, [min(gaps, 4) for gaps in RAGGED]),
+    "masked": (Masked, [min(gaps, 5) for gaps in RAGGED]),
+    "weighted": (Weighted, RAGGED),
+    "by class": (ByClass, [min(gaps, 5) for gaps in RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, later": (Named, LATER),
     "replicas, alternating": (Alternating, RAGGED * 4),
@@ -130,7 +176,7 @@ def trained(name, rank, num_ranks):
     L.seed_everything(0)
     module = make()
     replicas = 2 if name.startswith("replicas") else 1
-    data = list(samples(gaps, is_named=make is not Shifted))
+    data = list(samples(gaps, make))
     # in order, where Lightning's shuffles
     in_order = DistributedSampler(data, replicas, rank * replicas // num_ranks, shuffle=False)
     loader = DataLoader(data, batch_size=BATCH, sampler=in_order)

@@ -1,4 +1,4 @@
-"""Labels of which some are -100: a loss that is a mean over the others is that of one device, with nothing said."""
+"""Labels of which some have no part: a loss that is a mean over the others is that of one device, with nothing said."""
 
 from pathlib import Path
 
@@ -25,7 +25,17 @@ def ranks(tmp_path_factory):
     return run_on(2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("case", ["named", "shifted", "of samples", "alike at first", "none at first", "alternating"])
+WITHOUT_GAPS = {
+    "padded": "labels that are not 1 (batch[0], without the first of each sequence)",
+    "masked": "labels that are not 0 (batch['mask'])",
+    "weighted": "weights or lengths (batch['weights'])",
+    "by class": "labels, weighted by class (batch['labels'])",
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["named", "shifted", "of samples", "alike at first", "none at first", "alternating", *WITHOUT_GAPS]
+)
 def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
     for found in ranks:
         assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
@@ -39,6 +49,11 @@ def test_which_labels_count_is_said_once_by_the_first_rank(ranks):
     assert told[1] == []
     assert "(batch[0], without the first of each sequence)" in " ".join(ranks[0]["shifted"]["said"])
     assert "Microbatches count" not in " ".join(ranks[0]["of samples"]["said"])
+
+
+@pytest.mark.parametrize("case", WITHOUT_GAPS)
+def test_padding_masks_and_weights_count_where_they_give_the_loss_of_one_device(ranks, case):
+    assert f"Microbatches count by their {WITHOUT_GAPS[case]} in train steps." in ranks[0][case]["said"]
 
 
 def test_microbatches_with_as_many_labels_each_are_weighed_from_the_first_batch_on(ranks):

@@ -20,7 +20,7 @@ MicrobatchWeight = str | Callable[[Any], Any]
 IGNORED_LABEL = -100
 """Positions with this label have no part in a loss: the `ignore_index` of torch's cross entropy."""
 WEIGHTS = ("auto", "samples", "tokens", "sum")
-_NAMES = ("['labels']", ".labels")
+NAMES = ("['labels']", ".labels")
 ITEMS = "num_items_in_batch"
 """What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
 
@@ -98,39 +98,47 @@ def counts_of(
 
 
 class Labels(NamedTuple):
-    """Labels of which some are -100, over the others of which a loss may be the mean.
+    """Labels over some of which a loss may be the mean, or something else in a batch that it is divided by.
 
     Attributes:
         path: Where they are in a batch.
         are_shifted: Whether the first of each sequence has no part in the loss.
+        ignored: Which have no part: -100, what sequences are padded with, or 0 in a mask.
+        class_weights: How much each class counts; none: all alike.
+        are_weights: Whether these are no labels, but say themselves how much a sample counts: weights, lengths.
     """
 
     path: str
     are_shifted: bool
+    ignored: float = IGNORED_LABEL
+    class_weights: tuple[float, ...] = ()
+    are_weights: bool = False
 
     def __str__(self) -> str:
-        """Where they are, and which."""
-        return f"{self.path}{', without the first of each sequence' if self.are_shifted else ''}"
+        """What counts, and where it is."""
+        which = "labels, weighted by class" if self.class_weights else f"labels that are not {self.ignored:g}"
+        which = "weights or lengths" if self.are_weights else which
+        return f"{which} ({self.path}{', without the first of each sequence' if self.are_shifted else ''})"
 
     def counts(self, parts: Sequence[Any]) -> tuple[float, ...] | None:
         """How many there are in each microbatch; None where one has none at this place."""
         found = [dict(leaves_of(part)).get(self.path) for part in parts]
-        if not all(map(_are_integers, found)):
+        if not all(map(are_integers if self.class_weights else has_values, found)):
             return None
-        counts = [_number_of_labels(torch.as_tensor(label), self.are_shifted) for label in found]
-        return tuple(map(float, torch.stack(counts).tolist()))
+        counts = [self.number_in(torch.as_tensor(label)) for label in found]
+        return tuple(map(float, torch.stack(counts).tolist()))  # one transfer from the GPU
 
-
-def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]:
-    """What may be labels of which some are -100, the likelier first.
-
-    Args:
-        parts: The microbatches.
-        are_shifted: Whether it is likelier that the first of each sequence has no part.
-    """
-    paths = {path for part in parts for path, leaf in leaves_of(part) if _are_integers(leaf) and _has_gaps(leaf)}
-    named = sorted(paths, key=lambda path: (not path.endswith(_NAMES), path))
-    return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
+    def number_in(self, label: torch.Tensor) -> torch.Tensor:
+        """How many there are in a tensor of them, or how much they count."""
+        counted = label[..., 1:] if self.are_shifted and label.dim() > 1 else label
+        if self.are_weights:
+            return counted.sum(dtype=torch.float64)
+        are_counted = counted != self.ignored
+        if not self.class_weights:
+            return are_counted.sum()
+        weights = torch.tensor(self.class_weights, dtype=torch.float64, device=label.device)
+        are_counted &= (counted >= 0) & (counted < len(weights))
+        return weights[counted[are_counted].long()].sum()
 
 
 def integers_of(batch: Any, *, waits: bool) -> list[Any]:
@@ -140,86 +148,46 @@ def integers_of(batch: Any, *, waits: bool) -> list[Any]:
         batch: The batch.
         waits: Whether tensors on other devices than the CPU, for whose values one has to wait, are among them.
     """
-    leaves = [leaf for _, leaf in leaves_of(batch) if _are_integers(leaf)]
+    leaves = [leaf for _, leaf in leaves_of(batch) if are_integers(leaf)]
     return [leaf for leaf in leaves if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"]
 
 
 def have_gaps(leaves: Iterable[Any]) -> bool:
     """Whether some of these labels are -100."""
-    return any(map(_has_gaps, leaves))
+    return any(map(has_gaps, leaves))
 
 
-def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:
-    """Give microbatches other numbers of labels, where some are -100 already.
-
-    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too.
-
-    Args:
-        batch: The batch.
-        parts: Its microbatches.
-        labels: Labels that it may have; of those without any gap nothing is changed.
-
-    Returns:
-        Whether they have, and the batch alike: it has not where microbatches are copies.
-    """
-    found = [[dict(leaves_of(of)).get(path) for of in (batch, *parts)] for path in {each.path: None for each in labels}]
-    tensors = [[torch.as_tensor(leaf) for leaf in each] for each in found if all(map(_are_integers, each))]
-    tensors = [each for each in tensors if _has_gaps(each[0])]
-    before = [_numbers_of_gaps(each) for each in tensors]
-    for kind, (_, *of_parts) in enumerate(tensors):
-        for part in of_parts[kind % 2 :: 2]:
-            _take_away(part)
-    more = [
-        [now - then for now, then in zip(_numbers_of_gaps(each), of_each, strict=True)]
-        for each, of_each in zip(tensors, before, strict=True)
-    ]
-    return any(of_batch for of_batch, *_ in more) and all(of_batch == sum(each) for of_batch, *each in more)
+def are_integers(leaf: Any) -> bool:
+    """Whether a leaf of a batch may be classes."""
+    return has_values(leaf) and (
+        leaf.dtype in (torch.int64, torch.int32) if isinstance(leaf, torch.Tensor) else leaf.dtype.kind == "i"
+    )
 
 
-def _numbers_of_gaps(labels: Sequence[torch.Tensor]) -> list[int]:
-    return [int((each == IGNORED_LABEL).sum()) for each in labels]
-
-
-def _take_away(label: torch.Tensor) -> None:
-    """Leave the last label of each row, and have it first too, as a mean may leave the first of each sequence out."""
-    if not label.dim():
-        return
-    are_there = label != IGNORED_LABEL
-    last = are_there.shape[-1] - 1 - are_there.flip(-1).int().argmax(-1, keepdim=True)
-    kept, have_any = label.gather(-1, last), are_there.any(-1, keepdim=True)
-    label.fill_(IGNORED_LABEL)
-    label.scatter_(-1, last, kept)
-    if label.dim() > 1:
-        label[..., :1] = torch.where(have_any, kept, IGNORED_LABEL)
-
-
-def _are_integers(leaf: Any) -> bool:
+def has_values(leaf: Any) -> bool:
+    """Whether a leaf of a batch has numbers that can be counted."""
     if isinstance(leaf, torch.Tensor):
-        is_plain = leaf.layout == torch.strided and not leaf.is_nested
-        return is_plain and leaf.dtype in (torch.int64, torch.int32)
-    return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "i"
+        return leaf.layout == torch.strided and not leaf.is_nested
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
 
 
-def _has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+def has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
+    """Whether some of these labels are -100."""
     return bool((leaf == IGNORED_LABEL).any())
-
-
-def _number_of_labels(label: torch.Tensor, shifted: bool) -> torch.Tensor:
-    return ((label[..., 1:] if shifted and label.dim() > 1 else label) != IGNORED_LABEL).sum()
 
 
 def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:
     counts: list[torch.Tensor] = []
     for part in parts:
         named = [(path, leaf) for path, leaf in leaves_of(part) if isinstance(leaf, (torch.Tensor, np.ndarray))]
-        labels = [leaf for path, leaf in named if path.endswith(_NAMES)]
+        labels = [(Labels(path, shifted), leaf) for path, leaf in named if path.endswith(NAMES)]
         if not labels:
             raise BatchError(
                 f"microbatch_weight='tokens' counts the labels that are not {IGNORED_LABEL}, in the tensor called "
                 f"'labels'; the batch has {listed([path for path, _ in named]) or 'no tensors'}. Use a "
                 f"function, such as microbatch_weight=lambda microbatch: (microbatch[1] != {IGNORED_LABEL}).sum()."
             )
-        counts.append(sum(_number_of_labels(torch.as_tensor(label), shifted) for label in labels))  # type: ignore[arg-type]
+        counts.append(torch.stack([which.number_in(torch.as_tensor(leaf)) for which, leaf in labels]).sum())
     return tuple(float(count) for count in torch.stack(counts).tolist())  # one transfer from the GPU
 
 

@@ -15,10 +15,10 @@ from lightning_pfo.strategy.step.batches.weights import (
     have_gaps,
     integers_of,
     is_divided_by_items,
-    labels_with_gaps,
     shares_of,
 )
 from lightning_pfo.strategy.step.effects.left import learn
+from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 

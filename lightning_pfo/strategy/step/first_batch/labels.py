@@ -1,20 +1,24 @@
 """Which labels microbatches count by, where nothing is said: those that give what one device has.
 
-Microbatches of a batch may have as many labels each, or losses that hardly tell. So the batch is run once more with few
-labels in some of them, where it has -100 for others already; of gradients too, if losses say nothing then.
+Those that are not -100 are likeliest. Where they do not give it, others may, if they do so exactly: those that are no
+padding or not masked, classes by their weights. Microbatches of a batch may have as many labels each, or losses that
+hardly tell. So the batch is run once more with few labels in some of them, where others have no part already; of
+gradients too, if losses say nothing then.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
-from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, labels_with_gaps, take_labels_away
+from lightning_pfo.strategy.step.batches.weights import Labels
 from lightning_pfo.strategy.step.effects.fresh import anew
+from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps, labels_without_gaps, take_labels_away
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, gap
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
@@ -22,6 +26,7 @@ from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 _log = logging.getLogger(__name__)
+_FEWEST = 3  # microbatches of which half are more than one
 Distance = Callable[[Sequence[Pair]], float]
 """How far from one device that is to which microbatches have come; 0: by no more than rounding."""
 
@@ -47,7 +52,7 @@ class _Tried:
 
 
 class LabelChoice:
-    """Weighs microbatches by labels that are not -100 where that gives what one device has.
+    """Weighs microbatches by labels where that gives what one device has.
 
     Args:
         runner: Runs the user's step.
@@ -57,6 +62,7 @@ class LabelChoice:
 
     def __init__(self, runner: StepOnStages, rehearsal: Rehearsal, *, divided: bool) -> None:
         self._engine, self._batching, self._rules = runner.engine, runner.batching, runner.rules
+        self._owner = runner.owner
         self._rehearsal = rehearsal
         self._divided = divided
 
@@ -87,12 +93,18 @@ class LabelChoice:
         found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels) if pairs else []
         told = [labels for each in tell(found) for labels in each]
         candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
+        tried = [self._tried(of, parts, pairs, candidates, distance)]
+        others: list[Labels] = []
+        if tried[0].distances and all(tried[0].distances):  # none of these does
+            others = self._others_that_explain(of, parts, pairs, distance)
+            candidates = [*others, *candidates]
+            tried = [self._tried(of, parts, pairs, candidates, distance)]
         if candidates == [None]:
             return []
-        tried = [self._tried(of, parts, pairs, candidates, distance)]
         if not is_known:
             tried += self._tried_with_fewer(of, parts, candidates, distance)
         distances = [sum(each) for each in zip(*(each.distances for each in tried if each.distances), strict=True)]
+        distances[: len(others)] = [each and math.inf for each in distances[: len(others)]]  # explains it, or does not
         best = min(range(len(distances)), key=distances.__getitem__, default=0)
         for each in tried:
             each.weigh(best)
@@ -103,6 +115,24 @@ class LabelChoice:
         if is_news and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
         return [pair for others in tried[1:] for pair in others.pairs]
+
+    def _others_that_explain(
+        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Distance
+    ) -> list[Labels]:
+        """Labels without -100 by which microbatches come to what one device has."""
+        told = self._rehearsal.tell(labels_without_gaps(of.batch, self._owner) if pairs else [])
+        others = list(dict.fromkeys(labels for each in told for labels in each))
+
+        def explaining(parts: Microbatches, pairs: Sequence[Pair]) -> list[Labels]:
+            distances = self._tried(of, parts, pairs, others, distance).distances
+            return [labels for labels, apart in zip(others, distances, strict=False) if not apart]
+
+        others = explaining(parts, pairs)
+        if others and len(parts) > _FEWEST:  # that it is none by chance, half of the batch tells
+            with self._rehearsal.silent(True):
+                half = of.parts[: len(parts) // 2]
+                others = explaining(half, self._rehearsal.pair(of, half, 0))
+        return others
 
     def _tried_with_fewer(
         self, of: StepOnBatch, parts: Microbatches, candidates: Sequence[Labels | None], distance: Distance
@@ -162,7 +192,7 @@ def _are_copies(labels: Sequence[Labels], batch: Any, of: Any) -> bool:
 
 def _told_of(kind: str, labels: Labels | None, number: int, *, is_another: bool) -> tuple[int, str]:
     """What is said of other weights, and how urgently: batches before may have had those of others."""
-    by = "samples" if labels is None else f"labels that are not {IGNORED_LABEL} ({labels})"
+    by = "samples" if labels is None else f"{labels}"
     if is_another:
         told = (
             f"Microbatches count by their {by} in {kind} steps with a loss that is made as this batch's is; others go "

@@ -13,13 +13,10 @@ from torch.nn.functional import cross_entropy
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.strategy.step.batches.splitting import split_batch
 from lightning_pfo.strategy.step.batches.weights import (
-    Labels,
     check_microbatch_weight,
     counts_of,
-    labels_with_gaps,
     shares_of,
     shifts_labels,
-    take_labels_away,
     weights_of,
 )
 
@@ -163,53 +160,3 @@ def test_causal_language_models_are_known():
     assert not shifts_labels(masked)
     assert not shifts_labels(translating)
     assert not shifts_labels(nn.Linear(2, 2))
-
-
-@given(
-    gaps=st.lists(st.integers(0, 5), min_size=4, max_size=9),
-    number=st.integers(2, 4),
-    form=st.sampled_from(["dict", "numpy", "flat"]),
-)
-def test_microbatches_have_other_numbers_of_labels(gaps, number, form):
-    labels = torch.arange(len(gaps) * 5).reshape(len(gaps), 5)
-    for row, ignored in enumerate(gaps):
-        labels[row, :ignored] = -100
-    labels = labels[:, 1].clone() if form == "flat" else labels
-    before = labels.clone()
-    batch = {"labels": labels.numpy() if form == "numpy" else labels, "x": torch.zeros(len(gaps), 2)}
-    parts = split_batch(batch, number)
-    are_other = take_labels_away(batch, parts.parts, labels_with_gaps(parts.parts, are_shifted=False))
-    now = torch.as_tensor(batch["labels"])
-    assert are_other == bool((now == -100).sum() != (before == -100).sum())
-    assert set(now.flatten().tolist()) <= set(before.flatten().tolist())
-    joined = torch.cat([torch.as_tensor(part["labels"]) for part in parts])
-    assert torch.equal(joined, now)
-    if form != "flat":
-        assert torch.equal((now != -100).any(1), (before != -100).any(1))  # no row is without any
-
-
-def test_microbatches_that_are_copies_do_not_count():
-    labels = torch.tensor([[1, -100], [2, 3], [4, 5], [6, 7]])
-    parts = [{"labels": labels[:2].clone()}, {"labels": labels[2:].clone()}]
-    assert not take_labels_away({"labels": labels}, parts, [Labels("batch['labels']", False)])
-
-
-@given(size=st.integers(2, 12), number=st.integers(1, 5), seed=st.integers(0, 99), shifted=st.booleans())
-def test_labels_with_gaps_are_found_and_counted_as_by_name(size, number, seed, shifted):
-    parts = split_batch(batch_of(size, seed), min(number, size))
-    found = labels_with_gaps(parts.parts, are_shifted=shifted)
-    assert found == [Labels("batch['labels']", shifted), Labels("batch['labels']", not shifted)]
-    for labels in found:
-        assert labels.counts(parts.parts) == counts_of(
-            parts.parts, parts.sizes, "tokens", shifted_labels=labels.are_shifted
-        )
-
-
-def test_named_labels_are_likelier_and_others_are_none():
-    gaps = torch.tensor([[1, -100], [2, 3]])
-    batch = {"floats": gaps.float(), "full": gaps.abs(), "before": gaps, "labels": gaps.numpy()}
-    found = labels_with_gaps([batch], are_shifted=False)
-    assert [labels.path for labels in found] == ["batch['labels']", "batch['before']"] * 2
-    assert found[0].counts([batch, batch]) == (3.0, 3.0)
-    assert found[2].counts([batch]) == (1.0,)  # without the first of each
-    assert found[0].counts([batch, {"labels": None}]) is None

@@ -1,0 +1,126 @@
+"""What the loss of a step may be a mean over: labels of its batch, some of which have no part, or count more."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.parallel.compat import modules_of
+from lightning_pfo.strategy.step.batches.structures import leaves_of
+from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, NAMES, Labels, are_integers, has_gaps, has_values
+
+_MOST_LEAVES = 32  # of a batch that are looked at
+_MOST_CLASSES = 2**12  # that weights are looked for of
+
+
+def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]:
+    """What may be labels of which some are -100, the likelier first.
+
+    Args:
+        parts: The microbatches.
+        are_shifted: Whether it is likelier that the first of each sequence has no part.
+    """
+    paths = {path for part in parts for path, leaf in leaves_of(part) if are_integers(leaf) and has_gaps(leaf)}
+    named = sorted(paths, key=lambda path: (not path.endswith(NAMES), path))
+    return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
+
+
+def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
+    """What else a loss may be a mean over, the likelier first.
+
+    What is no padding or not masked; classes that have weights; and what has weights or lengths itself. Padding is what
+    rows end with most often, or the least or the largest value (0, -1, 255 where segments have none).
+
+    Args:
+        batch: The batch.
+        owner: The user's module, which may have weights of classes itself or in modules without parameters.
+    """
+    found = [(path, leaf) for path, leaf in leaves_of(batch) if has_values(leaf) and np.prod(leaf.shape) > 0]
+    leaves = [(path, torch.as_tensor(leaf).detach().cpu()) for path, leaf in found[:_MOST_LEAVES]]
+    by_class = list(dict.fromkeys(_class_weights(owner)))
+    labels: list[Labels] = []
+    weights: list[Labels] = []
+    for path, leaf in leaves:
+        may_be_shifted = (False, True)[: leaf.dim()]
+        if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dim():
+            ignored = _paddings(leaf)
+            of_classes = [each for each in by_class if are_integers(leaf) and int(leaf.max()) < len(each)]
+            ways: list[tuple[float, tuple[float, ...]]] = [(value, ()) for value in ignored]
+            ways += [(value, each) for each in of_classes for value in (IGNORED_LABEL, *ignored)]
+            labels += [Labels(path, shift, *way) for way in ways for shift in may_be_shifted]
+        if not leaf.is_complex() and bool((leaf >= 0).all()):
+            weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
+    return labels + weights
+
+
+def _paddings(leaf: torch.Tensor) -> list[float]:
+    """The values of a leaf that may have no part in a loss; none where all would have none."""
+    ((end, _),) = Counter(leaf[..., -1].flatten().tolist()).most_common(1)
+    values = dict.fromkeys((end, leaf.min().item(), leaf.max().item()))
+    return [float(value) for value in values if not bool((leaf == value).all())]
+
+
+def _class_weights(owner: nn.Module) -> Iterator[tuple[float, ...]]:
+    for module in modules_of(owner):
+        if module is not owner and next(module.parameters(recurse=False), None) is not None:
+            continue  # statistics of a layer
+        for tensor in (*module.buffers(recurse=False), *vars(module).values()):
+            is_there = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+            if is_there and tensor.is_floating_point() and tensor.dim() == 1 and 1 < len(tensor) <= _MOST_CLASSES:
+                yield tuple(tensor.detach().tolist())
+
+
+def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:
+    """Give microbatches other numbers of labels, where some have no part in a loss already, and other weights.
+
+    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too;
+    of weights half is left.
+
+    Args:
+        batch: The batch.
+        parts: Its microbatches.
+        labels: Labels that it may have; of those without any gap nothing is changed.
+
+    Returns:
+        Whether they have, and the batch alike: it has not where microbatches are copies.
+    """
+    kinds = dict.fromkeys(each._replace(are_shifted=False, class_weights=()) for each in labels)
+    found = [(kind, [dict(leaves_of(of)).get(kind.path) for of in (batch, *parts)]) for kind in kinds]
+    tensors = [(kind, list(map(torch.as_tensor, each))) for kind, each in found if all(map(has_values, each))]
+    tensors = [(kind, each) for kind, each in tensors if _may_be_changed(kind, each[0])]
+    before = [list(map(kind.number_in, each)) for kind, each in tensors]
+    for number, (kind, (_, *of_parts)) in enumerate(tensors):
+        for part in of_parts[number % 2 :: 2]:
+            if kind.are_weights:
+                part.mul_(0.5)
+            else:
+                _take_away(part, kind.ignored)
+    less = [
+        [float(then - kind.number_in(now)) for now, then in zip(each, of_each, strict=True)]
+        for (kind, each), of_each in zip(tensors, before, strict=True)
+    ]
+    return any(of_batch for of_batch, *_ in less) and all(math.isclose(each[0], sum(each[1:])) for each in less)
+
+
+def _may_be_changed(labels: Labels, found: torch.Tensor) -> bool:
+    return found.is_floating_point() if labels.are_weights else bool((found == labels.ignored).any())
+
+
+def _take_away(label: torch.Tensor, ignored: float) -> None:
+    """Leave the last label of each row, and have it first too, as a mean may leave the first of each sequence out."""
+    if not label.dim():
+        return
+    are_there = label != ignored
+    last = are_there.shape[-1] - 1 - are_there.flip(-1).int().argmax(-1, keepdim=True)
+    kept, have_any = label.gather(-1, last), are_there.any(-1, keepdim=True)
+    gap = torch.full_like(kept, ignored)
+    label.copy_(gap.expand_as(label))
+    label.scatter_(-1, last, kept)
+    if label.dim() > 1:
+        label[..., :1] = torch.where(have_any, kept, gap)

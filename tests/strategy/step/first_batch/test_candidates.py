@@ -1,0 +1,143 @@
+"""What a loss may be a mean over: with the right one, losses of microbatches add up to that of the batch."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lightning_pfo.strategy.step.batches.splitting import split_batch
+from lightning_pfo.strategy.step.batches.weights import Labels, counts_of, shares_of
+from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps, labels_without_gaps, take_labels_away
+
+BY_CLASS = torch.tensor([1.0, 0.0, 2.0, 5.0, 0.5], dtype=torch.float64)
+
+
+def batch_of(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 5, (size, 6), generator=generator)
+    ignored = torch.rand(size, 6, generator=generator) < 0.4
+    ignored[0, 2] = False  # not all of them
+    return {"labels": labels.masked_fill(ignored, -100)}
+
+
+@given(
+    gaps=st.lists(st.integers(0, 5), min_size=4, max_size=9),
+    number=st.integers(2, 4),
+    form=st.sampled_from(["dict", "numpy", "flat"]),
+)
+def test_microbatches_have_other_numbers_of_labels(gaps, number, form):
+    labels = torch.arange(len(gaps) * 5).reshape(len(gaps), 5)
+    for row, ignored in enumerate(gaps):
+        labels[row, :ignored] = -100
+    labels = labels[:, 1].clone() if form == "flat" else labels
+    before = labels.clone()
+    batch = {"labels": labels.numpy() if form == "numpy" else labels, "x": torch.zeros(len(gaps), 2)}
+    parts = split_batch(batch, number)
+    are_other = take_labels_away(batch, parts.parts, labels_with_gaps(parts.parts, are_shifted=False))
+    now = torch.as_tensor(batch["labels"])
+    assert are_other == bool((now == -100).sum() != (before == -100).sum())
+    assert set(now.flatten().tolist()) <= set(before.flatten().tolist())
+    joined = torch.cat([torch.as_tensor(part["labels"]) for part in parts])
+    assert torch.equal(joined, now)
+    if form != "flat":
+        assert torch.equal((now != -100).any(1), (before != -100).any(1))  # no row is without any
+
+
+def test_microbatches_that_are_copies_do_not_count():
+    labels = torch.tensor([[1, -100], [2, 3], [4, 5], [6, 7]])
+    parts = [{"labels": labels[:2].clone()}, {"labels": labels[2:].clone()}]
+    assert not take_labels_away({"labels": labels}, parts, [Labels("batch['labels']", False)])
+
+
+@given(size=st.integers(2, 12), number=st.integers(1, 5), seed=st.integers(0, 99), shifted=st.booleans())
+def test_labels_with_gaps_are_found_and_counted_as_by_name(size, number, seed, shifted):
+    parts = split_batch(batch_of(size, seed), min(number, size))
+    found = labels_with_gaps(parts.parts, are_shifted=shifted)
+    assert found == [Labels("batch['labels']", shifted), Labels("batch['labels']", not shifted)]
+    for labels in found:
+        assert labels.counts(parts.parts) == counts_of(
+            parts.parts, parts.sizes, "tokens", shifted_labels=labels.are_shifted
+        )
+
+
+def test_named_labels_are_likelier_and_others_are_none():
+    gaps = torch.tensor([[1, -100], [2, 3]])
+    batch = {"floats": gaps.float(), "full": gaps.abs(), "before": gaps, "labels": gaps.numpy()}
+    found = labels_with_gaps([batch], are_shifted=False)
+    assert [labels.path for labels in found] == ["batch['labels']", "batch['before']"] * 2
+    assert found[0].counts([batch, batch]) == (3.0, 3.0)
+    assert found[2].counts([batch]) == (1.0,)  # without the first of each
+    assert found[0].counts([batch, {"labels": None}]) is None
+
+
+class Weighing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)  # has buffers that are no weights
+        self.criterion = nn.CrossEntropyLoss(BY_CLASS)
+
+
+def padded(part):
+    return cross_entropy(part["logits"][:, :-1].mT, part["labels"][:, 1:], ignore_index=4)
+
+
+def masked(part):
+    each = cross_entropy(part["logits"].mT, part["labels"], reduction="none")
+    return (each * part["mask"]).sum() / part["mask"].sum()
+
+
+def weighted(part):
+    return (part["logits"].mean((1, 2)) * part["weights"]).sum() / part["weights"].sum()
+
+
+def by_class(part):
+    return cross_entropy(part["logits"].mT, part["labels"], BY_CLASS, ignore_index=4)
+
+
+def by_length(part):
+    return part["logits"].sum() / part["lengths"].sum()
+
+
+@pytest.mark.parametrize("loss", [padded, masked, weighted, by_class, by_length])
+@given(size=st.integers(4, 9), number=st.integers(2, 4), seed=st.integers(0, 99))
+def test_a_mean_over_something_else_is_that_of_microbatches_by_one_of_few_candidates(loss, size, number, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(size, 6, 5, generator=generator, dtype=torch.float64)
+    lengths = torch.randint(2, 7, (size,), generator=generator)
+    mask = torch.arange(6) < lengths[:, None]
+    labels = torch.where(mask, torch.randint(2, 4, (size, 6), generator=generator), 4)
+    labels[0, -1], labels[:, :2] = 4, torch.tensor([0, 2])
+    weights = 0.1 + torch.rand(size, generator=generator)
+    batch = {"logits": logits, "labels": labels, "mask": mask, "weights": weights, "lengths": lengths}
+    batch["texts"] = ["a"] * size
+    parts = split_batch(batch, number)
+    losses = [float(loss(part)) for part in parts.parts]
+
+    def explains(labels):
+        shares = shares_of(labels.counts(parts.parts), parts.sizes)
+        mean = sum(share * each for share, each in zip(shares, losses, strict=True) if share)
+        return mean == pytest.approx(float(loss(batch)), rel=1e-6)
+
+    found = labels_without_gaps(batch, Weighing())
+    assert any(map(explains, found))
+    assert len(found) < 60
+
+
+def test_weights_are_halved_in_every_second_microbatch():
+    weights = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    batch = {"weights": weights, "lengths": torch.tensor([1, 2, 3, 4])}
+    parts = split_batch(batch, 2)
+    labels = [Labels(f"batch['{name}']", False, are_weights=True) for name in batch]
+    assert take_labels_away(batch, parts.parts, labels)
+    assert weights.tolist() == [0.5, 1.0, 4.0, 8.0]
+    assert batch["lengths"].tolist() == [1, 2, 3, 4]
+    assert not take_labels_away(batch, parts.parts, labels[1:])
+
+
+def test_labels_that_are_nowhere_in_a_batch_count_nothing():
+    assert labels_without_gaps({"x": torch.zeros(0), "names": ["a"]}, nn.Identity()) == []
+    weighed = Labels("batch['x']", False, class_weights=(1.0, 2.0))
+    assert weighed.counts([{"x": torch.tensor([0, 1, 1, 7])}]) == (5.0,)  # no class has this number
+    assert weighed.counts([{"x": torch.tensor([0.0])}]) is None
