@@ -159,6 +159,7 @@ CASES = {
     "one for each sample": (layers, nn.CrossEntropyLoss(reduction="none"), {"num_microbatches": 8}),
     "class weights": (layers, weighted, {}),
     "labels with gaps": (layers, ragged, {}),
+    "whole, labels with gaps": (layers, ragged, WHOLE),
     "experts": (with_experts, balanced, {}),
     "whole, experts": (with_experts, balanced, WHOLE),
     "time first": (lambda: layers(Running()), mean, {}),

@@ -8,6 +8,7 @@ import pytest
 from tests.comparing import check
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "scripts" / "kinds_of_batches.py"
 KINDS = (
     *("object in object", "dict in object", "slots", "arrays", "packed", "packed, in object", "nested", "jagged"),

@@ -75,6 +75,8 @@ _OF_ALL_SAMPLES = (1,)
 _OF_NUMBERS: dict[type, Form] = {int: (0, "i"), float: (0, "f"), complex: (0, "f"), bool: (0, "b")}
 _KINDS = "ifb"
 ByValues = dict[tuple[str, Form], Rule | None]
+Before = tuple[ByValues, dict[tuple[str, Form], tuple[str, ...]]]
+"""Rules of numbers, and those that are found to fit so far."""
 _OF_ARRAYS = {"u": "i", "c": "f"}
 
 
@@ -193,7 +195,7 @@ class Rules:
         rules = [rule for (place, form, _), rule in self._of_sizes.items() if place == path and form in forms]
         return any(rule in OF_NUMBERS for rule in (*rules, *(self._by_values.get((path, form)) for form in forms)))
 
-    def set(self, rules: Mapping[str, Rule | None], dimensions: int) -> ByValues:
+    def set(self, rules: Mapping[str, Rule | None], dimensions: int) -> Before:
         """Let rules of numbers be what they have turned out to be by values, not forms.
 
         Args:
@@ -204,8 +206,9 @@ class Rules:
             What there was, for `put_back`.
         """
         self._places.update(rules)
-        before = self._by_values
-        self._by_values = before | {(place, (dimensions, kind)): rules[place] for place in rules for kind in _KINDS}
+        before = self._by_values, self._fitting.copy()
+        of_forms = {(place, (dimensions, kind)): rules[place] for place in rules for kind in _KINDS}
+        self._by_values = self._by_values | of_forms
         return before
 
     def fit(self, paths: Iterable[str], fitting: Sequence[Rule], dimensions: int) -> None:
@@ -220,9 +223,9 @@ class Rules:
             for path, kind in product(paths, _KINDS):
                 self.narrow(path, (dimensions, kind), fitting)
 
-    def put_back(self, before: ByValues) -> None:
+    def put_back(self, before: Before) -> None:
         """Let those be as they were."""
-        self._by_values = before
+        self._by_values, self._fitting = before[0], before[1].copy()
 
     def learn(self, path: str, first: Any, second: Any, small: Any, large: Any, other: Any = None) -> None:
         """Compare what is at one place.

@@ -202,8 +202,11 @@ def _told_of(kind: str, labels: Labels | None, number: int, *, is_another: bool)
         return (logging.WARNING, told + late) if number else (logging.INFO, told)
     if not number:
         return logging.INFO, f"Microbatches count by their {by} in {kind} steps."
+    how = "microbatch_weight='tokens'"
+    if labels is not None and labels != Labels(labels.path, labels.are_shifted):
+        how = "a function of a microbatch, microbatch_weight=..., that returns how much it counts"
     return logging.WARNING, (
         f"From batch {number} on microbatches count by their {by}, which gives the loss of one device here and was not "
         f"to be told from the first batch. If earlier batches had different numbers of them in their microbatches, "
-        f"their losses were others: say it from the begin, by microbatch_weight='tokens'."
+        f"their losses were others: say it from the begin, by {how}."
     )

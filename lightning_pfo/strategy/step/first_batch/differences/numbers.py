@@ -17,8 +17,8 @@ from lightning_pfo.strategy.step.batches.rules import OF_TOTALS, RUNNING, Rule, 
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
 from lightning_pfo.strategy.step.first_batch.differences.losses import apart
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
-from lightning_pfo.strategy.step.metrics.totals import choose_totals
 from lightning_pfo.strategy.step.first_batch.differences.texts import differing_texts
+from lightning_pfo.strategy.step.metrics.totals import choose_totals
 from lightning_pfo.strategy.step.outcome import Numbers
 
 _RANDOM = 3  # how far apart random numbers must be, in what they spread themselves
