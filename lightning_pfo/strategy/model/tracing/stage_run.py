@@ -279,8 +279,10 @@ class StageRun:
     def _set_apart(self) -> None:
         """Keep what was written into tensors of the user's, which get back what they had when the step is left."""
         ours = set(map(id, self._adopted))
+        if not ours:
+            return
         with following(None), DisableTorchFunctionSubclass():
-            for label in self._program.sent if ours else ():
+            for label in self._program.sent:
                 if id(self._kept.get(label)) in ours:
                     self._kept[label] = value_of(self._kept[label]).clone()
 

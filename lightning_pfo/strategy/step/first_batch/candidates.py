@@ -90,7 +90,7 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     Returns:
         Whether they have, and the batch alike: it has not where microbatches are copies.
     """
-    kinds = dict.fromkeys(each._replace(are_shifted=False, class_weights=()) for each in labels)
+    kinds = dict.fromkeys(Labels(each.path, False, each.ignored, are_weights=each.are_weights) for each in labels)
     found = [(kind, [dict(leaves_of(of)).get(kind.path) for of in (batch, *parts)]) for kind in kinds]
     tensors = [(kind, list(map(torch.as_tensor, each))) for kind, each in found if all(map(has_values, each))]
     tensors = [(kind, each) for kind, each in tensors if _may_be_changed(kind, each[0])]
