@@ -17,6 +17,7 @@ from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, NAMES, La
 
 _MOST_LEAVES = 32  # of a batch that are looked at
 _MOST_CLASSES = 2**12  # that weights are looked for of
+_MOST_DIMENSIONS = 2  # of weights that are no mask
 
 
 def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]:
@@ -54,9 +55,18 @@ def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
             ways: list[tuple[float, tuple[float, ...]]] = [(value, ()) for value in ignored]
             ways += [(value, each) for each in of_classes for value in (IGNORED_LABEL, *ignored)]
             labels += [Labels(path, shift, *way) for way in ways for shift in may_be_shifted]
-        if not leaf.is_complex() and bool((leaf >= 0).all()):
+        if _may_be_weights(leaf):
             weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
     return labels + weights
+
+
+def _may_be_weights(leaf: torch.Tensor) -> bool:
+    """Whether these may be weights of samples, or of what rows have; or lengths. Not images, nor tokens."""
+    if leaf.is_complex() or not bool((leaf >= 0).all()):
+        return False
+    if not leaf.is_floating_point():
+        return leaf.dim() <= 1
+    return leaf.dim() <= _MOST_DIMENSIONS or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _paddings(leaf: torch.Tensor) -> list[float]:

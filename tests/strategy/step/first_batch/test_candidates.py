@@ -136,6 +136,13 @@ def test_weights_are_halved_in_every_second_microbatch():
     assert not take_labels_away(batch, parts.parts, labels[1:])
 
 
+def test_tokens_and_images_are_no_weights():
+    images = torch.rand(4, 3, 2, 2)
+    batch = {"tokens": torch.randint(0, 9, (4, 6)), "images": images, "masks": (images > 0.5).float()}
+    found = labels_without_gaps(batch, nn.Identity())
+    assert {labels.path for labels in found if labels.are_weights} == {"batch['masks']"}
+
+
 def test_labels_that_are_nowhere_in_a_batch_count_nothing():
     assert labels_without_gaps({"x": torch.zeros(0), "names": ["a"]}, nn.Identity()) == []
     weighed = Labels("batch['x']", False, class_weights=(1.0, 2.0))
