@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import shortened
+from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.metrics import BY_POSITION
 from lightning_pfo.strategy.parallel.groups import spread, tell_each_other
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
@@ -25,7 +26,7 @@ from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
 from lightning_pfo.strategy.step.effects.outward.calls import Call
 from lightning_pfo.strategy.step.metrics.compat import batch_value
 from lightning_pfo.strategy.step.metrics.of_batch import SaidOfBatch
-from lightning_pfo.strategy.step.metrics.states import MetricPlace, is_metric, place_of
+from lightning_pfo.strategy.step.metrics.states import MetricPlace, place_of
 from lightning_pfo.strategy.step.metrics.totals import Totals, is_count
 
 

@@ -4,7 +4,6 @@ The same run by a plain Trainer and by the pipeline on two ranks; each writes wh
 """
 
 import json
-import logging
 import sys
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_pfo.strategy import PfoPipelineStrategy
-from tests.quiet import QUIET
 from tests.ranks import run_ranks
+from tests.strategy.two_ranks import WHERE, listen, make_trainer
 
 FOLDER = Path(sys.argv[1])
 INPUTS = torch.randn(45, 6, generator=torch.Generator().manual_seed(0))  # the last of three batches is short
@@ -108,19 +106,9 @@ class Module(L.LightningModule):
 
 
 def run(where):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("lightning_pfo").addHandler(handler)
+    said = listen()
     L.seed_everything(3, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2 if where == "two" else 1,
-        strategy="auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=4),
-        max_epochs=2,
-        default_root_dir=FOLDER,
-        **QUIET,
-    )
+    trainer = make_trainer(where, FOLDER)
     module = Module()
     trainer.fit(module, DataLoader(INPUTS, batch_size=20))
     epoch = {name: float(value) for name, value in trainer.callback_metrics.items() if name.endswith("epoch")}
@@ -129,5 +117,5 @@ def run(where):
     (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-for where in ("plain", "two"):
-    run_ranks(run, 2 if where == "two" else 1, where)
+for where, num_ranks in WHERE.items():
+    run_ranks(run, num_ranks, where)

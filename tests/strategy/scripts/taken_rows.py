@@ -16,9 +16,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pfo.strategy import PfoPipelineStrategy
-from tests.quiet import QUIET
 from tests.ranks import run_ranks
+from tests.strategy.two_ranks import WHERE, make_trainer
 
 FOLDER = Path(sys.argv[1])
 GENERATOR = torch.Generator().manual_seed(0)
@@ -101,21 +100,13 @@ class Module(L.LightningModule):
 
 def fit(where):
     L.seed_everything(3, verbose=False)
-    strategy = "auto" if where == "plain" else PfoPipelineStrategy(num_microbatches=4)
     logger = Pictures()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2 if where == "two" else 1,
-        strategy=strategy,
-        max_epochs=2,
-        default_root_dir=FOLDER,
-        **(QUIET | {"logger": logger}),
-    )
+    trainer = make_trainer(where, FOLDER, logger=logger)
     module = Module()
     trainer.fit(module, DataLoader(SAMPLES, batch_size=20), DataLoader(SAMPLES[:25], batch_size=20))
     found = {"batches": module.found, "shown": logger.shown if trainer.is_global_zero else None}
     (FOLDER / f"{where}_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
-for where in ("plain", "two"):
-    run_ranks(fit, 2 if where == "two" else 1, where)
+for where, num_ranks in WHERE.items():
+    run_ranks(fit, num_ranks, where)

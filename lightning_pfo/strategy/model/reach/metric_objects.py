@@ -1,10 +1,22 @@
-"""What metric objects of a user's own classes keep as those of torchmetrics do, which is not put together."""
+"""Which objects are metrics, and what those of a user's own classes keep as torchmetrics' own do."""
 
 from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+def is_metric(value: Any) -> TypeIs[Metric]:
+    """Whether it is a metric object. Never where torchmetrics has not been imported; we do not, it takes seconds."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    # of a class that it has not seen, `isinstance` would ask each of the hundred kinds of metrics
+    return torchmetrics is not None and torchmetrics.Metric in type(value).__mro__
 
 
 def kept_by_metric(module: Any) -> frozenset[str]:
@@ -13,12 +25,10 @@ def kept_by_metric(module: Any) -> frozenset[str]:
     They go on from microbatch to microbatch, of which a metric is told one after the other. What else it has is put
     together as other attributes are; so are states that are lists, which have an item for each batch then, everywhere.
     """
-    torchmetrics = sys.modules.get("torchmetrics")  # where it is not imported there are no metrics
-    if torchmetrics is None or torchmetrics.Metric not in type(module).__mro__:
+    if not is_metric(module):
         return frozenset()
-    states = module.metric_state.items()
-    names = {name for name, value in states if not isinstance(value, list)}
-    return _kept_by_all(torchmetrics.SumMetric) | names
+    names = {name for name, value in module.metric_state.items() if not isinstance(value, list)}
+    return _kept_by_all(sys.modules["torchmetrics"].SumMetric) | names
 
 
 @cache

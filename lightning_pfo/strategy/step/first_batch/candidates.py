@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -42,8 +41,9 @@ def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
         batch: The batch.
         owner: The user's module, which may have weights of classes itself or in modules without parameters.
     """
-    found = [(path, leaf) for path, leaf in leaves_of(batch) if has_values(leaf) and np.prod(leaf.shape) > 0]
-    leaves = [(path, torch.as_tensor(leaf).detach().cpu()) for path, leaf in found[:_MOST_LEAVES]]
+    found = [(path, torch.as_tensor(leaf)) for path, leaf in leaves_of(batch) if has_values(leaf)]
+    found = [(path, leaf) for path, leaf in found if leaf.numel()][:_MOST_LEAVES]
+    leaves = [(path, leaf.detach().cpu()) for path, leaf in found]
     by_class = list(dict.fromkeys(_class_weights(owner)))
     labels: list[Labels] = []
     weights: list[Labels] = []

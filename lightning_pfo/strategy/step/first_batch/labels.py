@@ -26,7 +26,6 @@ from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 _log = logging.getLogger(__name__)
-_FEWEST = 3  # microbatches of which half are more than one
 Distance = Callable[[Sequence[Pair]], float]
 """How far from one device that is to which microbatches have come; 0: by no more than rounding."""
 
@@ -98,7 +97,7 @@ class LabelChoice:
         if tried[0].distances and all(tried[0].distances):  # none of these does
             others = self._others_that_explain(of, parts, pairs, distance)
             candidates = [*others, *candidates]
-            tried = [self._tried(of, parts, pairs, candidates, distance)]
+            tried = [self._tried(of, parts, pairs, candidates, distance)]  # and pairs as they were
         if candidates == [None]:
             return []
         if not is_known:
@@ -128,9 +127,9 @@ class LabelChoice:
             return [labels for labels, apart in zip(others, distances, strict=False) if not apart]
 
         others = explaining(parts, pairs)
-        if others and len(parts) > _FEWEST:  # that it is none by chance, half of the batch tells
+        half = of.parts[: len(parts) // 2]
+        if others and len(half) > 1:  # it tells that none of them does so by chance
             with self._rehearsal.silent(True):
-                half = of.parts[: len(parts) // 2]
                 others = explaining(half, self._rehearsal.pair(of, half, 0))
         return others
 
@@ -192,7 +191,7 @@ def _are_copies(labels: Sequence[Labels], batch: Any, of: Any) -> bool:
 
 def _told_of(kind: str, labels: Labels | None, number: int, *, is_another: bool) -> tuple[int, str]:
     """What is said of other weights, and how urgently: batches before may have had those of others."""
-    by = "samples" if labels is None else f"{labels}"
+    by = "samples" if labels is None else str(labels)
     if is_another:
         told = (
             f"Microbatches count by their {by} in {kind} steps with a loss that is made as this batch's is; others go "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import note_call
 from lightning_pfo.strategy.step.metrics.compat import (
@@ -28,7 +29,6 @@ from lightning_pfo.strategy.step.metrics.compat import (
     put_back,
     update_each,
 )
-from lightning_pfo.strategy.step.metrics.states import is_metric
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import TypeIs
 
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.reach.places import Path, Places, named
 from lightning_pfo.strategy.parallel.compat import tree_map_only
@@ -43,13 +43,6 @@ MetricPlace = tuple[Path, str]
 """How a module outside of the model is reached (nothing: it is the user's module), and the metric's name in that."""
 _MANY = 250
 """Nobody looks into the items of containers that have more."""
-
-
-def is_metric(value: Any) -> TypeIs[Metric]:
-    """Whether it is a metric object. Never where torchmetrics has not been imported; we do not, it takes seconds."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    # of a class that it has not seen, `isinstance` would ask each of the hundred kinds of metrics
-    return torchmetrics is not None and torchmetrics.Metric in type(value).__mro__
 
 
 def metrics_in(modules: Iterable[nn.Module]) -> list[Metric]:
