@@ -411,7 +411,7 @@ class StepRunner:
         check_skipped(skipped, shared["skipped"])
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
         if not engine.is_last:
-            windows_go_on(self.owner, shared["told"])
+            windows_go_on((metric_at(self.owner, place), method) for place, method in shared["told"])
         return shared, results
 
     def _any_replica(self, is_news: bool) -> bool:

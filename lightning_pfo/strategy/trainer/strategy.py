@@ -289,6 +289,9 @@ class PfoPipelineStrategy(StepStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._restore = Restoring(self._module().trainer)
+        # a forked process makes torch's threads anew where it first asks for them; those of autograd, which begin
+        # together, would be several that ask at once, and torch aborts (seen in 2.15 with CUDA's libraries)
+        torch.set_num_threads(torch.get_num_threads())
         self._patches.close()
         if self.world_size > self.mesh.num_replicas and self._module().trainer.state.fn == TrainerFn.FITTING:
             tell_of_state(self._patches)

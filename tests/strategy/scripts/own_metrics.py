@@ -11,7 +11,8 @@ import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torchmetrics import MaxMetric, Metric, SumMetric
+from torchmetrics.wrappers import Running
 
 from tests.ranks import run_ranks
 from tests.strategy.two_ranks import WHERE, listen, make_trainer
@@ -70,6 +71,13 @@ class Of(Metric):
         return self.value / self.number if self.kind == "sum" else self.value
 
 
+class Meters:
+    """An object of the user's own with metrics, of torchmetrics too."""
+
+    def __init__(self):
+        self.mean, self.sums = Of("mean"), [SumMetric(), Running(SumMetric(), window=2)]
+
+
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -77,7 +85,14 @@ class Module(L.LightningModule):
         self.updated = nn.ModuleDict({kind: Of(kind) for kind in REDUCTIONS})
         self.called = nn.ModuleDict({kind: Of(kind) for kind in REDUCTIONS})
         self.computed = nn.ModuleDict({kind: Of(kind) for kind in COMPUTED})
+        self.apart = {"own": Of("own"), "sum": SumMetric()}
+        self.listed = [Of("mean"), MaxMetric()]
+        self.meters = Meters()
         self.seen = []
+
+    def apart_from_layers(self):
+        """Metrics that are in none of the module's modules."""
+        return [*self.apart.values(), *self.listed, self.meters.mean, *self.meters.sums]
 
     def training_step(self, batch, batch_idx):
         outputs = self.net(batch)
@@ -89,7 +104,11 @@ class Module(L.LightningModule):
         for kind in COMPUTED:
             self.computed[kind].update(values)
             self.log(f"computed_{kind}", self.computed[kind].compute(), on_step=True, on_epoch=False)
-        return outputs.square().mean()
+        loss = outputs.square().mean()
+        for index, metric in enumerate(self.apart_from_layers()):
+            metric(values if isinstance(metric, Of) else loss.detach())
+            self.log(f"apart_{index}", metric.compute(), on_step=True, on_epoch=False)
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         found = {name: float(value) for name, value in self.trainer.logged_metrics.items() if "epoch" not in name}
@@ -100,6 +119,8 @@ class Module(L.LightningModule):
             self.seen.append({kind: float(metric.compute()) for kind, metric in metrics.items()})
             for metric in metrics.values():
                 metric.reset()
+
+        self.seen.append([float(metric.compute()) for metric in self.apart_from_layers()])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

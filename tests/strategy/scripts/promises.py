@@ -1,4 +1,4 @@
-"""What Lightning promises of steps, hooks, loggers and predictions; usage: promises.py FOLDER.
+"""What Lightning promises of steps, hooks, loggers and predictions; usage: promises.py FOLDER first|further.
 
 The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it saw.
 """
@@ -1098,20 +1098,23 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
     return module
 
 
-def one(where):
-    parts = (train, predict, noise, in_steps, skips, fetches, stops, restores, scales, saves_nowhere, hooks, errors)
-    parts = (*parts, evaluates_checkpoints, saves_state_dicts, saves_watched, returns_no_loss, given_hooks, throughput)
-    parts = (*parts, splits, without_samples, saved_before, of_class, after_fit, unfreezes, evaluates_on_gpus)
-    parts = (*parts, predicts_forward, saves_in_steps)
-    parts = (*parts, *([fails_in_the_trace] if where == "two" else [whole, without_layers]))
-    results = {}
-    for part in parts:
-        results[part.__name__] = part(where)
-    if where == "two":
+PARTS = (train, predict, noise, in_steps, skips, stops, hooks, errors)
+FURTHER = (fetches, restores, scales, saves_nowhere, evaluates_checkpoints, saves_state_dicts, saves_watched)
+FURTHER = (*FURTHER, returns_no_loss, given_hooks, throughput, splits, without_samples, saved_before, of_class)
+FURTHER = (*FURTHER, after_fit, unfreezes, evaluates_on_gpus, predicts_forward, saves_in_steps)
+
+
+def one(where, which):
+    if which == "further":
+        parts = (*FURTHER, *([] if where == "two" else [whole, without_layers]))
+    else:
+        parts = (*PARTS, *([fails_in_the_trace] if where == "two" else []))
+    results = {part.__name__: part(where) for part in parts}
+    if where == "two" and which != "further":
         results |= {f"predict_{gather}": predict(where, gather) for gather in ("rank0", "none")}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
 
 
-for where in ("plain", "one", "two"):
-    run_ranks(one, 2 if where == "two" else 1, where)
+for place in ("plain", "one", "two"):
+    run_ranks(one, 2 if place == "two" else 1, place, sys.argv[2])

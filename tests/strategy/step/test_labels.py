@@ -6,6 +6,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "labels.py"
 OTHER = "on one device, but a pipeline trains on"
 

@@ -210,7 +210,7 @@ class Effects:
             "drawn": self._attributes.generators.drawn(),
             "taken": self._attributes.streams.taken(),
             "calls": calls,
-            "told": [(path, method) for ((_, path), (_, method), *_), *_ in self._here],
+            "told": [(told.place, method) for ((_, told), (_, method), *_), *_ in self._here],
         }
 
     def draw_others(self, number: int) -> None:

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
+from lightning_pfo.strategy.model.reach.places import Places
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.effects.outward.calls import MetricPlace, ToldMetric, note_call
 from lightning_pfo.strategy.step.metrics.compat import (
     needs_whole_batches,
     note_changes,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Aggregators:
-    """Those that a module holds.
+    """Those that a module holds, itself or in containers and objects that a step reaches.
 
     Args:
         owner: The module.
@@ -50,8 +51,8 @@ class Aggregators:
         found = _aggregators_of(owner)
         self.ids = frozenset(map(id, found.values()))
         self.told: Counter[int] = Counter()
-        for path, metric in found.items():
-            note_changes(metric, partial(self._note, path, id(metric)), patches)
+        for place, metric in found.items():
+            note_changes(metric, partial(self._note, ToldMetric(place, metric)), patches)
         for collection in _collections_of(owner, list(found.values())):
             update_each(collection, patches)
         self._metrics = list(found.values())
@@ -69,25 +70,27 @@ class Aggregators:
             for metric, progress in zip(self._metrics, before, strict=True):
                 put_back(metric, progress)
 
-    def _note(self, path: str, known: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.told[known] += 1
-        note_call(((("metric", path), ("attribute", method)), args, kwargs))
+    def _note(self, metric: ToldMetric, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.told[id(metric.metric)] += 1
+        note_call(((("metric", metric), ("attribute", method)), args, kwargs))
 
 
-def _aggregators_of(owner: nn.Module) -> dict[str, Metric]:
-    """Aggregators by their paths, but those that other metrics use for themselves."""
+def _aggregators_of(owner: nn.Module) -> dict[MetricPlace, Metric]:
+    """Aggregators by their places, but those that other metrics use for themselves."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}
     basic, running = torchmetrics.aggregation.BaseAggregator, torchmetrics.wrappers.Running
-    modules = dict(owner.named_modules())
-    inside = tuple(f"{path}." for path, module in modules.items() if is_metric(module))
-    return {
-        path: module
-        for path, module in modules.items()
-        if isinstance(module, (basic, running)) or (is_metric(module) and needs_whole_batches(module))
-        if path and not path.startswith(inside)
-    }
+    found: dict[MetricPlace, Metric] = {}
+    for root, holder in {(): owner, **Places(owner).modules}.items():
+        modules = dict(holder.named_modules())
+        inside = tuple(f"{path}." if path else "" for path, module in modules.items() if is_metric(module))
+        for path, module in modules.items():
+            if not isinstance(module, (basic, running)) and not (is_metric(module) and needs_whole_batches(module)):
+                continue
+            if (root or path) and not (path and path.startswith(inside)):
+                found[root, path] = module
+    return found
 
 
 def _collections_of(owner: nn.Module, metrics: Sequence[Metric]) -> list[MetricCollection]:
@@ -95,6 +98,7 @@ def _collections_of(owner: nn.Module, metrics: Sequence[Metric]) -> list[MetricC
     if not metrics:
         return []
     kind = sys.modules["torchmetrics"].MetricCollection
-    collections = [module for module in owner.modules() if isinstance(module, kind)]
+    modules = [*owner.modules(), *Places(owner).all_modules()]
+    collections = [module for module in modules if isinstance(module, kind)]
     known = set(map(id, metrics))  # comparing metrics makes a metric
     return [each for each in collections if len(known.intersection(map(id, each.children()))) > 1]

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -173,15 +172,13 @@ def set_batch_value(metric: Metric, value: torch.Tensor | None) -> None:
         metric._update_count = max(metric._update_count, 1)
 
 
-def windows_go_on(owner: nn.Module, told: Iterable[tuple[str, str]]) -> None:
+def windows_go_on(told: Iterable[tuple[Any, str]]) -> None:
     """Let windows stand here where they stand on the rank that was told of a batch: a step that computes one goes on.
 
     Args:
-        owner: The user's module.
-        told: Paths of metrics in it, and the methods that the batch has called there.
+        told: Metrics, and the methods that the batch has called there.
     """
-    for path, method in told:
-        metric: Any = owner.get_submodule(path)
+    for metric, method in told:
         if isinstance(metric, sys.modules["torchmetrics"].wrappers.Running):
             metric._num_vals_seen = 0 if method == "reset" else metric._num_vals_seen + 1
 

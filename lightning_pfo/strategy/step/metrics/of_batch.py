@@ -157,13 +157,10 @@ class SaidOfBatch:
             with left_as_it_is(metric):
                 if known not in self._once:
                     return value_of_states(metric, self._states[known, nth - 1])
-                of_metric = [call for call in calls if is_of_metric(call) and self._at(call) is metric][:nth]
+                of_metric = [call for call in calls if is_of_metric(call) and call[0][0][1].metric is metric][:nth]
                 for number, ((_, (_, method), *_), args, kwargs) in enumerate(of_metric, start=1):
                     is_asked = is_of_batch and number == nth  # `update` says nothing
                     getattr(metric, "forward" if is_asked else method)(*args, **kwargs)
                 return computed_of(metric, is_of_batch=is_of_batch)
         except Exception:  # states that nobody can merge: the comparison with one device tells of what is logged then
             return None
-
-    def _at(self, call: Call) -> nn.Module:
-        return self._owner.get_submodule(call[0][0][1])

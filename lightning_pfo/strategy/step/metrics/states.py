@@ -23,6 +23,7 @@ from lightning_pfo.strategy.model.reach.places import Path, Places, named
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.outward.calls import MetricPlace
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.step.metrics.compat import (
     Way,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-MetricPlace = tuple[Path, str]
-"""How a module outside of the model is reached (nothing: it is the user's module), and the metric's name in that."""
 _MANY = 250
 """Nobody looks into the items of containers that have more."""
 

@@ -13,6 +13,8 @@ from lightning_pfo.strategy.step.first_batch import ahead
 from lightning_pfo.strategy.step.first_batch.ahead import read_ahead
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 CASES = (
     "augmented",
     "cannot be copied, but read again",
