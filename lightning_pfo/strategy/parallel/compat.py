@@ -92,6 +92,10 @@ PRIVATE = {
     "torch._C._functions.NllLossBackward0._saved_reduction": (
         "A loss that becomes a sum where it was a mean before would be taken for one of the same kind."
     ),
+    "torch._C._functions.NllLossBackward0._saved_weight": "So would one whose classes have weights from then on.",
+    "torch._C._functions.NllLossBackward0._saved_ignore_index": (
+        "Padding that only later batches have would be noticed some batches later."
+    ),
     "torch.Tensor._base": "What a tensor is a view of would not change with it on later stages.",
     "torch.Tensor._version": "Changes in place would be missed, and a later stage would get the value from before.",
     "torch.autograd._unsafe_preserve_version_counter": (
@@ -304,8 +308,25 @@ def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def kind_of_operation(operation: Any) -> str:
-    """What an operation of autograd's graph does; of a loss with what it does to its parts, such as adding them up."""
-    return f"{operation.name()} {getattr(operation, '_saved_reduction', '')}"
+    """What an operation of autograd's graph does; of a loss with what it does to its parts, such as adding them up.
+
+    Of one of labels also whether classes have weights.
+    """
+    kind = f"{operation.name()} {getattr(operation, '_saved_reduction', '')}"
+    is_weighted = _is_of_labels(operation) and operation._saved_weight is not None
+    return f"{kind} by class" if is_weighted else kind
+
+
+def ignored_label_of(operation: Any) -> int | None:
+    """Which label has no part in what an operation of autograd's graph does; None of one without labels."""
+    if not _is_of_labels(operation):
+        return None
+    ignored = int(operation._saved_ignore_index)
+    return ignored - 2**64 if ignored >= 2**63 else ignored  # torch shows a number below 0 so
+
+
+def _is_of_labels(operation: Any) -> bool:
+    return str(operation.name()).startswith("NllLoss")
 
 
 def in_backward() -> bool:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from lightning_pfo.strategy.parallel.compat import (
     accumulation_hooks_of,
     emptied,
     gradient_hooks_of,
+    ignored_label_of,
     kind_of_operation,
     scale_in_place,
     tree_map_only,
@@ -253,15 +254,27 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def way_of(loss: torch.Tensor) -> tuple[int, bool]:
-    """How a loss is made, by its last operations.
+class WayMade(NamedTuple):
+    """How a loss is made.
 
-    Returns:
-        A number, another one for another way, such as a sum for a mean; and whether it may choose among samples.
+    Attributes:
+        number: Another one for another way, such as a sum for a mean; 0: nobody knows.
+        chooses: Whether it may choose among samples.
+        ignored: Labels that have no part in it.
     """
-    kinds = list(map(kind_of_operation, _last_operations(loss)))
+
+    number: int = 0
+    chooses: bool = False
+    ignored: frozenset[int] = frozenset()
+
+
+def way_of(loss: torch.Tensor) -> WayMade:
+    """How a loss is made, by its last operations."""
+    operations = _last_operations(loss)
+    kinds = list(map(kind_of_operation, operations))
     number = (zlib.crc32(" ".join(kinds).encode()) or 1) if kinds else 0
-    return number, any(kind.startswith(_CHOOSING) for kind in kinds)
+    ignored = {label for each in operations if (label := ignored_label_of(each)) is not None}
+    return WayMade(number, any(kind.startswith(_CHOOSING) for kind in kinds), frozenset(ignored))
 
 
 def hands_gradients_out(value: torch.Tensor) -> bool:

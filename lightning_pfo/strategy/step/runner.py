@@ -38,6 +38,7 @@ from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
 from lightning_pfo.strategy.step.gradients import (
     Newcomers,
+    WayMade,
     attach_gradients,
     do_nothing,
     kept_of,
@@ -338,10 +339,10 @@ class StepRunner:
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         shape: tuple[int, ...] = ()
-        way, chooses = 0, False
+        way = WayMade()
 
         def take(result: Any, index: int) -> torch.Tensor:
-            nonlocal shape, way, chooses
+            nonlocal shape, way
             if not train or result is None:
                 # only what somebody wants is kept: it may be large
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
@@ -349,10 +350,10 @@ class StepRunner:
                 return torch.zeros(())
             loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
-            if not way and whole is None:
-                way, chooses = way_of(loss)
-                if stages.rules.labels(of.source, way) != stages.rules.labels(of.source):
-                    recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way)
+            if not way.number and whole is None:
+                way = way_of(loss)
+                if stages.rules.labels(of.source, way.number) != stages.rules.labels(of.source):
+                    recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way.number)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             return to_be_differentiated(loss, recorder.weights[index], loss_scale)
 
@@ -368,7 +369,7 @@ class StepRunner:
             run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
             with stages.rules.looking(of, run, engine.seed) as rules:
                 found = run.merged(rules, is_sent=engine.num_ranks > 1)
-            return found | {"skipped": sorted(skipped[-1]), "shape": shape, "way": way, "chooses": chooses}
+            return found | {"skipped": sorted(skipped[-1]), "shape": shape, "way": way}
 
         try:
             if of.by_units:

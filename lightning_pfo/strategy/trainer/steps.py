@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -85,8 +85,8 @@ class StepStrategy(CheckpointStrategy):
     _first_size: int | None = None
     _first_loaders: Sequence[Any] = ()
     _sizes: tuple[Any, Collection[int]] = (None, ())
-    _integers: Sequence[Any] | None = None
-    _next_integers: Sequence[Any] | None = None
+    _integers: Mapping[str, Any] | None = None
+    _next_integers: Mapping[str, Any] | None = None
     _accumulating = False
     _is_averaged = False
     _gather = "all"

@@ -133,12 +133,20 @@ class ByClass(Named):
         return self.criterion(self.layers(x).mT, labels)
 
 
+class Reweighted(ByClass):
+    """Has weights of classes from the second epoch on, where training is deferred to rare ones."""
+
+    def loss(self, x, labels):
+        weight = self.criterion.weight if self.current_epoch else None
+        return cross_entropy(self.layers(x).mT, labels, weight, ignore_index=PADDING)
+
+
 def samples(numbers_of_gaps, make):
     generator = torch.Generator().manual_seed(0)
     for gaps in numbers_of_gaps:
         labels = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
         mask, weights = torch.arange(LENGTH) < LENGTH - gaps, torch.tensor(1.0 + gaps)
-        if make in (Padded, ByClass):
+        if issubclass(make, (Padded, ByClass)):
             labels = torch.where(mask, labels.clamp(min=PADDING + 1), PADDING)
         elif make not in (Masked, Weighted):
             labels[:gaps] = -100
@@ -163,6 +171,10 @@ CASES = {
     "masked": (Masked, [min(gaps, 5) for gaps in RAGGED]),
     "weighted": (Weighted, RAGGED),
     "by class": (ByClass, [min(gaps, 5) for gaps in RAGGED]),
+    "padded later": (Padded, [0] * BATCH * 2 + [min(gaps, 4) for gaps in RAGGED]),
+    "by class, padded later": (ByClass, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
+    "masked later": (Masked, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
+    "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, later": (Named, LATER),
     "replicas, alternating": (Alternating, RAGGED * 4),

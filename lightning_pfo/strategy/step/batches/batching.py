@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Batching:
     has_several_loaders: Callable[[], bool] = bool
     expected: Callable[[], Collection[int]] = tuple
     known: Known | None = None
-    integers: Callable[[], Sequence[Any] | None] = _nobody_knows
+    integers: Callable[[], Mapping[str, Any] | None] = _nobody_knows
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,20 +141,21 @@ class Labels(NamedTuple):
         return weights[counted[are_counted].long()].sum()
 
 
-def integers_of(batch: Any, *, waits: bool) -> list[Any]:
-    """What may be labels in a batch.
+def integers_of(batch: Any, *, waits: bool) -> dict[str, Any]:
+    """What may be labels or masks in a batch, by its place.
 
     Args:
         batch: The batch.
         waits: Whether tensors on other devices than the CPU, for whose values one has to wait, are among them.
     """
-    leaves = [leaf for _, leaf in leaves_of(batch) if are_integers(leaf)]
-    return [leaf for leaf in leaves if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"]
+    leaves = {path: leaf for path, leaf in leaves_of(batch) if are_integers(leaf) or may_be_mask(path, leaf)}
+    here = {path for path, leaf in leaves.items() if isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"}
+    return {path: leaf for path, leaf in leaves.items() if waits or path in here}
 
 
-def have_gaps(leaves: Iterable[Any]) -> bool:
-    """Whether some of these labels are -100."""
-    return any(map(has_gaps, leaves))
+def have_gaps(leaves: Iterable[Any], ignored: Collection[int]) -> bool:
+    """Whether some of these labels are -100, or another that has no part."""
+    return any(has_gaps(leaf, label) for leaf in leaves for label in ignored)
 
 
 def are_integers(leaf: Any) -> bool:
@@ -164,6 +165,12 @@ def are_integers(leaf: Any) -> bool:
     )
 
 
+def may_be_mask(path: str, leaf: Any) -> bool:
+    """Whether a leaf of a batch may say what of others has a part in a loss."""
+    kind = str(leaf.dtype).removeprefix("torch.") if has_values(leaf) else ""
+    return kind == "bool" or (bool(kind) and "mask" in path)
+
+
 def has_values(leaf: Any) -> bool:
     """Whether a leaf of a batch has numbers that can be counted."""
     if isinstance(leaf, torch.Tensor):
@@ -171,9 +178,9 @@ def has_values(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
 
 
-def has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any]) -> bool:
-    """Whether some of these labels are -100."""
-    return bool((leaf == IGNORED_LABEL).any())
+def has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any], ignored: int) -> bool:
+    """Whether some of these labels are one that has no part."""
+    return bool((leaf == ignored).any())
 
 
 def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +19,21 @@ _MOST_CLASSES = 2**12  # that weights are looked for of
 _MOST_DIMENSIONS = 2  # of weights that are no mask
 
 
-def labels_with_gaps(parts: Sequence[Any], *, are_shifted: bool) -> list[Labels]:
-    """What may be labels of which some are -100, the likelier first.
+def labels_with_gaps(parts: Sequence[Any], ignored: Collection[int], *, are_shifted: bool) -> list[Labels]:
+    """What may be labels of which some have no part, the likelier first.
 
     Args:
         parts: The microbatches.
+        ignored: What may have no part: -100, and others that losses were seen to leave out.
         are_shifted: Whether it is likelier that the first of each sequence has no part.
     """
-    paths = {path for part in parts for path, leaf in leaves_of(part) if are_integers(leaf) and has_gaps(leaf)}
-    named = sorted(paths, key=lambda path: (not path.endswith(NAMES), path))
-    return [Labels(path, shift) for shift in (are_shifted, not are_shifted) for path in named]
+    leaves = [(path, leaf) for part in parts for path, leaf in leaves_of(part) if are_integers(leaf)]
+    found = {(path, label) for path, leaf in leaves for label in ignored if has_gaps(leaf, label)}
+    named = sorted(found, key=lambda each: (not each[0].endswith(NAMES), each))
+    return [Labels(path, shift, label) for shift in (are_shifted, not are_shifted) for path, label in named]
 
 
-def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
+def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = ()) -> list[Labels]:
     """What else a loss may be a mean over, the likelier first.
 
     What is no padding or not masked; classes that have weights; and what has weights or lengths itself. Padding is what
@@ -40,6 +42,7 @@ def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
     Args:
         batch: The batch.
         owner: The user's module, which may have weights of classes itself or in modules without parameters.
+        known: Labels that losses were seen to leave out.
     """
     found = [(path, torch.as_tensor(leaf)) for path, leaf in leaves_of(batch) if has_values(leaf)]
     found = [(path, leaf) for path, leaf in found if leaf.numel()][:_MOST_LEAVES]
@@ -50,7 +53,8 @@ def labels_without_gaps(batch: Any, owner: nn.Module) -> list[Labels]:
     for path, leaf in leaves:
         may_be_shifted = (False, True)[: leaf.dim()]
         if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dim():
-            ignored = _paddings(leaf)
+            ignored = list(dict.fromkeys((*map(float, sorted(known)), *_paddings(leaf))))
+            ignored = [value for value in ignored if value != IGNORED_LABEL]
             of_classes = [each for each in by_class if are_integers(leaf) and int(leaf.max()) < len(each)]
             ways: list[tuple[float, tuple[float, ...]]] = [(value, ()) for value in ignored]
             ways += [(value, each) for each in of_classes for value in (IGNORED_LABEL, *ignored)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,14 +12,18 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.weights import (
+    IGNORED_LABEL,
     Labels,
+    has_gaps,
     have_gaps,
     integers_of,
     is_divided_by_items,
+    may_be_mask,
     shares_of,
 )
 from lightning_pfo.strategy.step.effects.left import learn
 from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps
+from lightning_pfo.strategy.step.gradients import WayMade
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 
@@ -38,8 +43,11 @@ class KnownRules:
         self._labels: dict[Source, Labels | None] = {}
         self._of_ways: dict[tuple[Source, int], Labels | None] = {}
         self._was_found: set[Source] = set()
+        self._masks: defaultdict[Source, set[str]] = defaultdict(set)
         self.ways: set[int] = set()
         """How losses of training steps were made so far, see `way_of`."""
+        self.ignored: set[int] = {IGNORED_LABEL}
+        """Labels that had no part in them."""
 
     def of(self, source: Source) -> Rules:
         """What is known of what a kind of step leaves with the batches of a loader."""
@@ -55,8 +63,10 @@ class KnownRules:
         is_told = source in self._was_found  # by this batch
         return self._labels.get(source) if is_told else self._of_ways.get((source, way), self._labels.get(source))
 
-    def ran(self, source: Source, way: int) -> None:
+    def ran(self, source: Source, made: WayMade) -> None:
         """Keep in mind what a batch has told of losses that are made as its own."""
+        way = made.number
+        self.ignored |= made.ignored
         if way:
             self.ways.add(way)
         if way and source in self._labels and (source in self._was_found or (source, way) not in self._of_ways):
@@ -75,7 +85,15 @@ class KnownRules:
         """Whether nobody knows yet if numbers are means over labels or over samples, where that is to be found out."""
         batching = self._batching
         is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
-        return is_open and source not in self._labels
+        return is_open and bool(self._untold_of(source))
+
+    def _untold_of(self, source: Source) -> set[int]:
+        """Labels that may have no part in losses or numbers that nobody knows so far to be means over others."""
+        if source not in self._labels:
+            return self.ignored
+        known = self._labels[source]  # which count by their classes: so far, there was no padding
+        has_padding = known is None or known.are_weights or known.ignored != IGNORED_LABEL or not known.class_weights
+        return set() if has_padding else self.ignored - {IGNORED_LABEL}
 
     def tells_of_labels(self, of: StepOnBatch) -> bool:
         """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
@@ -83,10 +101,15 @@ class KnownRules:
         if len(parts) == 1 or not self.asks_for_labels(of.source):
             return False
         noticed = batching.integers()
-        if not have_gaps(integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed):
+        integers = integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed
+        ignored = self._untold_of(of.source)
+        masks = {path for path, leaf in integers.items() if may_be_mask(path, leaf) and has_gaps(leaf, 0)}
+        masks, self._masks[of.source] = masks - self._masks[of.source], self._masks[of.source] | masks
+        if not masks and not have_gaps(integers.values(), ignored):
             return False
         of_samples = shares_of(parts.sizes, parts.sizes)
-        found = labels_with_gaps(parts.parts, are_shifted=batching.shifted_labels)
+        found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
+        found += [Labels(path, False, 0) for path in masks]
         return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
 
     def weigh_by(self, source: Source, labels: Labels | None) -> None:

@@ -89,7 +89,8 @@ class LabelChoice:
             tell(bool(pairs) and (not is_known or distance(pairs) > 0))
         ):
             return []
-        found = labels_with_gaps(parts.parts, are_shifted=self._batching.shifted_labels) if pairs else []
+        shifts = self._batching.shifted_labels
+        found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
         told = [labels for each in tell(found) for labels in each]
         candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
         tried = [self._tried(of, parts, pairs, candidates, distance)]
@@ -119,7 +120,7 @@ class LabelChoice:
         self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Distance
     ) -> list[Labels]:
         """Labels without -100 by which microbatches come to what one device has."""
-        told = self._rehearsal.tell(labels_without_gaps(of.batch, self._owner) if pairs else [])
+        told = self._rehearsal.tell(labels_without_gaps(of.batch, self._owner, self._rules.ignored) if pairs else [])
         others = list(dict.fromkeys(labels for each in told for labels in each))
 
         def explaining(parts: Microbatches, pairs: Sequence[Pair]) -> list[Labels]:

@@ -32,7 +32,7 @@ class News:
             outcome: What has come of it, on the last rank.
             units: How often units were called, where the step was traced anew.
         """
-        way = outcome["way"]
+        way = outcome["way"].number
         places = {*outcome["changes"], *(name for name, *_ in outcome["logged"]), *([units] if units else ())}
         new = {*places, way} - self._known[of.source]
         self._known[of.source] |= new
@@ -41,9 +41,9 @@ class News:
 
     def may_be_chance(self, of: StepOnBatch, outcome: dict[str, Any]) -> bool:
         """Whether the loss of a batch is worth a look though others of its kind were looked at; counts the batch."""
-        if not outcome["chooses"]:
+        if not outcome["way"].chooses:
             return False
-        way = of.source, outcome["way"]
+        way = of.source, outcome["way"].number
         self._choices[way] += 1
         return self._choices[way] <= _CHOICES and len(self._choices) <= MOST_NEWS
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lightning_pfo.strategy.step.batches.splitting import split_batch
-from lightning_pfo.strategy.step.batches.weights import Labels, counts_of, shares_of
+from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, Labels, counts_of, shares_of
 from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps, labels_without_gaps, take_labels_away
 
 BY_CLASS = torch.tensor([1.0, 0.0, 2.0, 5.0, 0.5], dtype=torch.float64)
@@ -35,7 +35,7 @@ def test_microbatches_have_other_numbers_of_labels(gaps, number, form):
     before = labels.clone()
     batch = {"labels": labels.numpy() if form == "numpy" else labels, "x": torch.zeros(len(gaps), 2)}
     parts = split_batch(batch, number)
-    are_other = take_labels_away(batch, parts.parts, labels_with_gaps(parts.parts, are_shifted=False))
+    are_other = take_labels_away(batch, parts.parts, labels_with_gaps(parts.parts, {IGNORED_LABEL}, are_shifted=False))
     now = torch.as_tensor(batch["labels"])
     assert are_other == bool((now == -100).sum() != (before == -100).sum())
     assert set(now.flatten().tolist()) <= set(before.flatten().tolist())
@@ -54,7 +54,7 @@ def test_microbatches_that_are_copies_do_not_count():
 @given(size=st.integers(2, 12), number=st.integers(1, 5), seed=st.integers(0, 99), shifted=st.booleans())
 def test_labels_with_gaps_are_found_and_counted_as_by_name(size, number, seed, shifted):
     parts = split_batch(batch_of(size, seed), min(number, size))
-    found = labels_with_gaps(parts.parts, are_shifted=shifted)
+    found = labels_with_gaps(parts.parts, {IGNORED_LABEL}, are_shifted=shifted)
     assert found == [Labels("batch['labels']", shifted), Labels("batch['labels']", not shifted)]
     for labels in found:
         assert labels.counts(parts.parts) == counts_of(
@@ -65,7 +65,7 @@ def test_labels_with_gaps_are_found_and_counted_as_by_name(size, number, seed, s
 def test_named_labels_are_likelier_and_others_are_none():
     gaps = torch.tensor([[1, -100], [2, 3]])
     batch = {"floats": gaps.float(), "full": gaps.abs(), "before": gaps, "labels": gaps.numpy()}
-    found = labels_with_gaps([batch], are_shifted=False)
+    found = labels_with_gaps([batch], {IGNORED_LABEL}, are_shifted=False)
     assert [labels.path for labels in found] == ["batch['labels']", "batch['before']"] * 2
     assert found[0].counts([batch, batch]) == (3.0, 3.0)
     assert found[2].counts([batch]) == (1.0,)  # without the first of each

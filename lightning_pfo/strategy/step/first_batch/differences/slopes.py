@@ -45,7 +45,7 @@ class Slopes:
 
     def take(self, loss: Any) -> None:
         """Differentiate the loss of the next microbatch; a loss that cannot be is followed by none."""
-        self.ways.add(way_of(loss)[0])
+        self.ways.add(way_of(loss).number)
         leaves = [] if loss.grad_fn is None else _leaves_of(loss.grad_fn)
         with torch.enable_grad():
             gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True) if leaves else ()
