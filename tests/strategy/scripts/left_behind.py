@@ -734,11 +734,11 @@ class Averages(Base):
 class RunningMeanStd:
     """As in reinforcement learning; the count may be of any kind."""
 
-    def __init__(self, array, count):
-        self.mean, self.var, self.count = array, array + 1, count
+    def __init__(self, array, count, less=0):
+        self.mean, self.var, self.count, self.less = array, array + 1, count, less
 
     def update(self, x):
-        number, mean, var = len(x), x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
+        number, mean, var = len(x), x.mean(0), ((x - x.mean(0)) ** 2).sum(0) / (len(x) - self.less)
         delta, total = mean - self.mean, self.count + number
         squares = self.var * self.count + var * number + delta**2 * self.count * number / total
         self.mean, self.var, self.count = self.mean + delta * number / total, squares / total, total
@@ -751,21 +751,25 @@ class Running(Base):
         super().__init__()
         self.of_arrays = RunningMeanStd(np.zeros(4), 1e-4)
         self.of_tensors = RunningMeanStd(torch.zeros(4, dtype=torch.double), 0)
+        self.by_torch_var = RunningMeanStd(torch.zeros(4, dtype=torch.double), 1e-4, less=1)
         self.number, self.middle, self.squares, self.deviation = torch.tensor(0.0), *torch.zeros(3, 4)
+        self.variance = torch.zeros(4)
 
     def note(self, x, output, batch_idx):
         self.of_arrays.update(x.double().numpy())
         self.of_tensors.update(output.detach().double())
+        self.by_torch_var.update(output.detach().double())
         for row in x:  # Welford's
             self.number = self.number + 1
             delta = row - self.middle
             self.middle = self.middle + delta / self.number
             self.squares = self.squares + delta * (row - self.middle)
         self.deviation = (self.squares / self.number).sqrt()
+        self.variance = self.squares / (self.number - 1)
 
     def found(self):
-        kept = (self.number, self.middle, self.squares, self.deviation)
-        return [plain(each) for each in (self.of_arrays, self.of_tensors, *kept)]
+        kept = (self.number, self.middle, self.squares, self.deviation, self.variance)
+        return [plain(each) for each in (self.of_arrays, self.of_tensors, self.by_torch_var, *kept)]
 
 
 class Ratios(Base):

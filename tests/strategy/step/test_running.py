@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.step.batches.rules import RUNNING, Rules
 from lightning_pfo.strategy.step.metrics.running import running_in
 
@@ -20,20 +21,38 @@ def of_samples(samples):
         "squares": squares,
         "deviation": np.sqrt(squares / len(samples)),
         "count": float(len(samples)),
+        "variance of n - 1": squares / (len(samples) - 1),
+    }
+
+
+def with_variance_by_torch(seen, samples):
+    """What is kept after a batch of samples of which the variance is torch's, which divides by one less."""
+    (before, of_batch), total = (seen["count"], len(samples)), seen["count"] + len(samples)
+    apart = samples.mean(0) - seen["mean"]
+    with np.errstate(invalid="ignore"):  # of one sample
+        variance = ((samples - samples.mean(0)) ** 2).sum(0) / np.float64(of_batch - 1)
+    squares = seen["variance by torch.var"] * before + variance * of_batch
+    return {
+        "mean": seen["mean"] + apart * of_batch / total,
+        "variance by torch.var": (squares + apart**2 * before * of_batch / total) / total,
+        "count": total,
     }
 
 
 def put_together(as_kind, *, names, counts=True):
     """The numbers by these names, after 5 samples and a batch in microbatches."""
-    before = {name: as_kind(value) for name, value in of_samples(DATA[:5]).items()}
+    known = of_samples(DATA[:5])
+    known["variance by torch.var"] = known["variance"]
+    before = {name: as_kind(value) for name, value in known.items()}
     changes, start = [], 5
     for size in SIZES:
-        seen = of_samples(np.concatenate([DATA[:5], DATA[start : start + size]]))
+        new = DATA[start : start + size]
+        seen = of_samples(np.concatenate([DATA[:5], new])) | with_variance_by_torch(known, new)
         changes.append({("rms", name): ("set", as_kind(seen[name])) for name in (*names, "count")})
         start += size
     of_batch = changes[-1] | {("rms", "count"): ("set", as_kind(float(len(DATA) if counts else 6)))}
     rules = Rules()
-    rules.set({f"self.rms.{name}": f"running {name}" for name in names}, 1)
+    rules.set({named(("rms", name)): f"running {name}" for name in names}, 1)
     return running_in(changes, of_batch, lambda path: before[path[-1]], SIZES, rules)
 
 
@@ -50,7 +69,9 @@ def as_tensor(value):
 def test_they_are_those_of_all_samples(as_kind, kind):
     name = kind.removeprefix("running ")
     found = put_together(as_kind, names=("mean", name))
-    expected = of_samples(DATA)
+    known = of_samples(DATA[:5])
+    known["variance by torch.var"] = known["variance"]
+    expected = of_samples(DATA) | with_variance_by_torch(known, DATA[5:])
     assert set(found) == {("rms", "mean"), ("rms", name)}
     for (_, of), (how, value) in found.items():
         assert how == "set"

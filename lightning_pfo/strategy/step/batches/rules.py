@@ -32,7 +32,10 @@ OF_NUMBERS = frozenset(("sum", "mean", "first", "largest", "least", "begin", "en
 """Rules that say something of numbers, and of tensors and arrays of them."""
 OF_TOTALS = "totals"
 """The rule of what is logged and made of counts that the step keeps, also in the batch with which they begin."""
-RUNNING = ("running mean", "running variance", "running squares", "running deviation")
+RUNNING = (
+    *("running mean", "running variance", "running variance by torch.var", "running variance of n - 1"),
+    *("running squares", "running deviation"),
+)
 """Rules of numbers that say of all samples so far how they lie; see `running`."""
 CHOSEN = ("largest", "least", "begin", "end")
 """Those that take one of the numbers."""

@@ -28,15 +28,22 @@ class _Kind(NamedTuple):
     Attributes:
         total: The sum, of the number.
         back: The number, of the sum.
+        is_larger: Whether what a batch brings is its variance as `torch.var` has it, larger by `n / (n - 1)`.
     """
 
     total: Callable[[Any, Any, float], Any]
     back: Callable[[Any, Any, float], Any]
+    is_larger: bool = False
 
 
+_VARIANCE = _Kind(lambda x, mean, n: (x + mean**2) * n, lambda s, mean, n: s / n - mean**2)
 _KINDS = {
     "running mean": _Kind(lambda x, _, n: x * n, lambda s, _, n: s / n),
-    "running variance": _Kind(lambda x, mean, n: (x + mean**2) * n, lambda s, mean, n: s / n - mean**2),
+    "running variance": _VARIANCE,
+    "running variance by torch.var": _Kind(_VARIANCE.total, _VARIANCE.back, is_larger=True),
+    "running variance of n - 1": _Kind(
+        lambda x, mean, n: x * max(n - 1, 0) + mean**2 * n, lambda s, mean, n: (s - mean**2 * n) / (n - 1)
+    ),
     "running squares": _Kind(lambda x, mean, n: x + mean**2 * n, lambda s, mean, n: s - mean**2 * n),
     "running deviation": _Kind(
         lambda x, mean, n: (x**2 + mean**2) * n, lambda s, mean, n: (s / n - mean**2).clamp(min=0).sqrt()
@@ -102,10 +109,18 @@ def _together(
         sizes: How many of these each microbatch has brought.
     """
     (first, *of_parts), (first_mean, *mean_of_parts), (before, *after) = numbers, means, counts
-    total = kind.total(first, first_mean, before)
-    for number, of_part, count, size in zip(of_parts, mean_of_parts, after, sizes, strict=True):
-        total = total + kind.total(number, of_part, count) - kind.total(first, first_mean, count - size)
-    together: torch.Tensor = kind.back(total, mean, before + sum(sizes))
+    number_of_all, brought = sum(sizes), torch.zeros_like(first)
+    for number, mean_of_part, count, size in zip(of_parts, mean_of_parts, after, sizes, strict=True):
+        of_this = kind.total(number, mean_of_part, count) - kind.total(first, first_mean, count - size)
+        if kind.is_larger:
+            square = (mean_of_part * count - first_mean * (count - size)) ** 2 / size
+            apart = (of_this - square) * (size - 1) / size if size > 1 else 0.0  # of one sample torch's is NaN
+            of_this = square + apart
+        brought = brought + of_this
+    if kind.is_larger:
+        square = (mean * (before + number_of_all) - first_mean * before) ** 2 / number_of_all
+        brought = square + (brought - square) * number_of_all / (number_of_all - 1)
+    together: torch.Tensor = kind.back(kind.total(first, first_mean, before) + brought, mean, before + number_of_all)
     return together
 
 
