@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from lightning_pfo.strategy.parallel.patches import Patches
 
-SEEN_IN = "transformers 5.20 to 5.23, torch 2.6 to 2.15, lightning 2.5 to 2.6"
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+SEEN_IN = "transformers 5.20 to 5.23, torch 2.6 to 2.15, lightning 2.5 to 2.6, torchmetrics 1.9"
 PRIVATE = {
     "transformers.PreTrainedModel._init_weights": (
         "Hugging Face models could not be made from the meta device: their layers have no initialisation of their own."
@@ -23,6 +27,9 @@ PRIVATE = {
     ),
     "lightning.pytorch.Trainer._results": (
         "A training step would find nothing of what it has logged in trainer.callback_metrics in the first batch."
+    ),
+    "torchmetrics.Metric._reductions": (
+        "A metric of means would be told of each microbatch, and take the mean of what these come to, however large."
     ),
     "torch.nn.MultiheadAttention._reset_parameters": (
         "nn.MultiheadAttention could not be made from the meta device: it has no `reset_parameters`."
@@ -71,3 +78,15 @@ def has_logged(trainer: Any) -> bool:
 
 
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+
+
+def needs_whole_batches(metric: Metric) -> bool:
+    """Whether what a metric comes to depends on how samples are divided into updates.
+
+    So it is where torchmetrics takes the mean of a state over updates, stacks it, or the class says how it is reduced.
+    """
+    utilities = sys.modules["torchmetrics"].utilities
+    exact = {getattr(utilities, f"dim_zero_{name}") for name in ("sum", "max", "min", "cat")}
+    reductions: Mapping[str, Any] = metric._reductions
+    states = metric.metric_state
+    return any(how not in exact and not isinstance(states[name], list) for name, how in reductions.items())

@@ -34,6 +34,8 @@ REDUCTIONS = {
     "none": None,
     "own": root_of_squares,
 }
+
+
 COMPUTED = ("sum", "mean", "max", "min", "own")
 """Those that a step computes; with lists, each microbatch has those of its own samples only."""
 
@@ -49,6 +51,8 @@ class Of(Metric):
         default = [] if kind in ("cat", "none") else torch.tensor({"max": -9.0, "min": 9.0}.get(kind, 0.0))
         self.add_state("value", default, dist_reduce_fx=REDUCTIONS[kind])
         self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+        if kind == "mean":
+            self.add_state("rows", [], dist_reduce_fx="cat")
 
     def update(self, values):
         self.calls += 1
@@ -56,6 +60,7 @@ class Of(Metric):
             self.value = self.value + values.sum()
         elif self.kind == "mean":
             self.value = (self.value * self.number + values.sum()) / (self.number + len(values))
+            self.rows.append(values)
         elif self.kind in ("max", "min"):
             self.value = getattr(torch.cat([self.value.reshape(1), values]), self.kind)()
         elif self.kind == "own":
@@ -66,8 +71,11 @@ class Of(Metric):
 
     def compute(self):
         if self.kind in ("cat", "none"):
+            self.items = len(self.value)
             values = torch.cat(self.value) if isinstance(self.value, list) else self.value
             return values.sum() / self.number + values.max()
+        if self.kind == "mean":  # which has samples besides
+            return self.value + (torch.cat(self.rows) if isinstance(self.rows, list) else self.rows).square().sum()
         return self.value / self.number if self.kind == "sum" else self.value
 
 
@@ -121,6 +129,9 @@ class Module(L.LightningModule):
                 metric.reset()
 
         self.seen.append([float(metric.compute()) for metric in self.apart_from_layers()])
+        self.seen.append({kind: metric.calls for kind, metric in self.updated.items()})
+        self.seen.append({kind: metric.calls for kind, metric in self.called.items()})
+        self.seen.append([metric.calls for metric in self.apart_from_layers() if isinstance(metric, Of)])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypeIs
 
+from lightning_pfo.strategy.model.compat import needs_whole_batches
+
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
@@ -22,12 +24,14 @@ def is_metric(value: Any) -> TypeIs[Metric]:
 def kept_by_metric(module: Any) -> frozenset[str]:
     """Names of a metric's states, and of what torchmetrics keeps in each; nothing of other modules.
 
-    They go on from microbatch to microbatch, of which a metric is told one after the other. What else it has is put
-    together as other attributes are; so are states that are lists, which have an item for each batch then, everywhere.
+    They go on from microbatch to microbatch, of which a metric is told one after the other, or change once for a batch.
+    What else it has is put together as other attributes are; so are states that are lists, where it is told of
+    microbatches: they have an item for each batch then, everywhere.
     """
     if not is_metric(module):
         return frozenset()
-    names = {name for name, value in module.metric_state.items() if not isinstance(value, list)}
+    has_all = needs_whole_batches(module)
+    names = {name for name, value in module.metric_state.items() if has_all or not isinstance(value, list)}
     return _kept_by_all(sys.modules["torchmetrics"].SumMetric) | names
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from lightning_pfo.strategy.model.reach.metric_objects import kept_by_metric
+from lightning_pfo.strategy.model.reach.metric_objects import is_metric, kept_by_metric
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
 from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
@@ -258,6 +258,8 @@ class Places:
         if isinstance(value, nn.Module):
             self._seen.add(id(value))
             self.modules[path] = value
+            if is_metric(value) and not is_of_library(type(value), self._packages):
+                self._module(path, value, LEFT_ALONE)
         elif isinstance(value, torch.Tensor):
             self._seen.add(id(value))
             if not is_placeholder(value) and value.layout == torch.strided and value.is_leaf:

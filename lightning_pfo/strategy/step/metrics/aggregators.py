@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_pfo.strategy.model.compat import needs_whole_batches
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.places import Places
+from lightning_pfo.strategy.model.variables import is_of_library, packages_of
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.outward.calls import MetricPlace, ToldMetric, note_call
+from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.effects.outward.told import MetricPlace, ToldMetric
 from lightning_pfo.strategy.step.metrics.compat import (
-    needs_whole_batches,
     note_changes,
     progress_of,
     put_back,
@@ -52,7 +54,8 @@ class Aggregators:
         self.ids = frozenset(map(id, found.values()))
         self.told: Counter[int] = Counter()
         for place, metric in found.items():
-            note_changes(metric, partial(self._note, ToldMetric(place, metric)), patches)
+            told = ToldMetric(place, metric, not is_of_library(type(metric), packages_of(owner)))
+            note_changes(metric, partial(self._note, told), patches)
         for collection in _collections_of(owner, list(found.values())):
             update_each(collection, patches)
         self._metrics = list(found.values())
@@ -86,9 +89,8 @@ def _aggregators_of(owner: nn.Module) -> dict[MetricPlace, Metric]:
         modules = dict(holder.named_modules())
         inside = tuple(f"{path}." if path else "" for path, module in modules.items() if is_metric(module))
         for path, module in modules.items():
-            if not isinstance(module, (basic, running)) and not (is_metric(module) and needs_whole_batches(module)):
-                continue
-            if (root or path) and not (path and path.startswith(inside)):
+            is_one = isinstance(module, (basic, running)) or (is_metric(module) and needs_whole_batches(module))
+            if is_one and (root or path) and not (path and path.startswith(inside)):
                 found[root, path] = module
     return found
 

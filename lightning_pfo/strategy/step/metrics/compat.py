@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_pfo.strategy.model.compat import needs_whole_batches
 from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.step.effects.outward.told import states_alone
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -249,18 +251,6 @@ def value_of_states(metric: Metric, states: Sequence[dict[str, Any]]) -> torch.T
     return computed_of(metric, is_of_batch=False)
 
 
-def needs_whole_batches(metric: Metric) -> bool:
-    """Whether what a metric comes to depends on how samples are divided into updates.
-
-    So it is where torchmetrics takes the mean of a state over updates, stacks it, or the class says how it is reduced.
-    """
-    utilities = sys.modules["torchmetrics"].utilities
-    exact = {getattr(utilities, f"dim_zero_{name}") for name in ("sum", "max", "min", "cat")}
-    reductions: Mapping[str, Any] = metric._reductions
-    states = state_of(metric)
-    return any(how not in exact and not isinstance(states[name], list) for name, how in reductions.items())
-
-
 def updates_of(metric: Metric) -> int:
     """How often a metric was updated."""
     return metric._update_count
@@ -290,8 +280,11 @@ def left_as_it_is(metric: Metric) -> Iterator[None]:
     """Let a metric, and those within it, be told things that do not count, on this rank alone."""
     kind = sys.modules["torchmetrics"].Metric
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    stack = ExitStack()
     for each in metric.modules():
         if isinstance(each, kind):
+            if not type(each).__module__.startswith("torchmetrics."):
+                stack.enter_context(states_alone(each))
             attributes, copies = vars(each), progress_of(each)
             alone = dict.fromkeys(("_to_sync", "sync_on_compute", "dist_sync_on_step"), False)
             # who writes into a state finds the same one
@@ -300,6 +293,7 @@ def left_as_it_is(metric: Metric) -> Iterator[None]:
     try:
         yield
     finally:
+        stack.close()
         for attributes, values in before:
             attributes.update(values)
 

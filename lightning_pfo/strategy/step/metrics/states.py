@@ -23,7 +23,7 @@ from lightning_pfo.strategy.model.reach.places import Path, Places, named
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.outward.calls import MetricPlace
+from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
 from lightning_pfo.strategy.step.metrics.compat import (
     Way,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,32 +25,12 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.effects.outward.told import states_alone
 
 Path = tuple[tuple[str, Any], ...]
 """How what is called is reached from the module: names of attributes, and items; a metric is a `ToldMetric`."""
 Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
 Note = Callable[[Call], None]
-
-MetricPlace = tuple[tuple[Any, ...], str]
-"""How a module outside of the model is reached (nothing: it is the user's module), and the metric's name in that."""
-
-
-@dataclass(frozen=True)
-class ToldMetric:
-    """A metric that is told something once for a batch; the same one in each microbatch.
-
-    Attributes:
-        place: Where it is, so that other ranks find theirs.
-        metric: The one of this rank.
-    """
-
-    place: MetricPlace
-    metric: Any = field(compare=False, repr=False)
-
-    def __str__(self) -> str:
-        root, name = self.place
-        return f"{named(root)}.{name}".rstrip(".") if root else name
-
 
 OF_BATCH = ("batch", "")
 """Begins the path of what a step has put into its batch; see `fresh`."""
@@ -282,7 +262,9 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
                 target = name.metric
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
-        target(*args, **kwargs)
+        told = path[0][1] if path[0][0] == "metric" else None
+        with nullcontext() if told is None or not told.is_of_user else states_alone(told.metric):
+            target(*args, **kwargs)
 
 
 class Noted:
