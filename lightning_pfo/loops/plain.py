@@ -211,6 +211,11 @@ class PipelinedModel(ModelState):
                 _log.warning(warning)
 
     @property
+    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor] | None:
+        """What makes the loss of outputs and a target; None where the module does."""
+        return self._call.loss_fn
+
+    @property
     def num_replicas(self) -> int:
         """Number of replicas of the pipeline; samplers are distributed over them, not over all processes."""
         return self._mesh.num_replicas

@@ -295,12 +295,38 @@ def _last_operations(value: torch.Tensor) -> list[Any]:
     return operations
 
 
-def to_be_differentiated(loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None) -> torch.Tensor:
-    """What a microbatch of some weight is differentiated by; of no weight nothing."""
-    if not weight:  # its loss may be NaN, as a mean over no labels
-        return torch.zeros(())
+def to_be_differentiated(
+    loss: torch.Tensor, weight: float, loss_scale: torch.Tensor | None, *, runs_backward: bool = False
+) -> torch.Tensor:
+    """What a microbatch of some weight is differentiated by; of no weight nothing.
+
+    Args:
+        loss: Its loss; NaN perhaps, as a mean over no labels, where it has no weight.
+        weight: The weight.
+        loss_scale: What the loss is multiplied with besides.
+        runs_backward: Whether layers run backward all the same, as those that are divided over replicas: others wait.
+    """
+    if not weight:
+        return _with_zeros_for_gradients(loss) if runs_backward else torch.zeros(())
     loss = loss * weight
     return loss if loss_scale is None else loss * loss_scale
+
+
+def _with_zeros_for_gradients(loss: torch.Tensor) -> torch.Tensor:
+    """A loss of which all that is differentiated gets zeros, whatever its own operations make of them (0 x NaN)."""
+    operations: list[Any] = [loss.grad_fn]
+    seen = {loss.grad_fn}
+    for operation in operations:
+        operation.register_prehook(_zeros_for)
+        for before, _ in operation.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                operations.append(before)
+    return loss
+
+
+def _zeros_for(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
 def kept_of(result: Any, loss: torch.Tensor, *, wanted: bool) -> Any:

@@ -355,7 +355,8 @@ class StepRunner:
                 if stages.rules.labels(of.source, way.number) != stages.rules.labels(of.source):
                     recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way.number)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
-            return to_be_differentiated(loss, recorder.weights[index], loss_scale)
+            weight = recorder.weights[index]
+            return to_be_differentiated(loss, weight, loss_scale, runs_backward=self._divided)
 
         error: Exception | None = None
         stages.earlier.begin(kind)

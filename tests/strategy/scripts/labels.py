@@ -125,12 +125,20 @@ class Weighted(Masked):
 class ByClass(Named):
     """Has classes of other weights, and a padding that has no part."""
 
+    PADDING = PADDING
+
     def __init__(self):
         super().__init__()
-        self.criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 0.1, 2.0, 5.0, 0.5]), ignore_index=PADDING)
+        self.criterion = nn.CrossEntropyLoss(torch.tensor([1.0, 0.1, 2.0, 5.0, 0.5]), ignore_index=self.PADDING)
 
     def loss(self, x, labels):
         return self.criterion(self.layers(x).mT, labels)
+
+
+class Segments(ByClass):
+    """Has 255 where there is no class."""
+
+    PADDING = 255
 
 
 class Reweighted(ByClass):
@@ -147,7 +155,7 @@ def samples(numbers_of_gaps, make):
         labels = torch.randint(0, CLASSES, (LENGTH,), generator=generator)
         mask, weights = torch.arange(LENGTH) < LENGTH - gaps, torch.tensor(1.0 + gaps)
         if issubclass(make, (Padded, ByClass)):
-            labels = torch.where(mask, labels.clamp(min=PADDING + 1), PADDING)
+            labels = torch.where(mask, labels.clamp(min=PADDING + 1), getattr(make, "PADDING", PADDING))
         elif make not in (Masked, Weighted):
             labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
@@ -175,7 +183,9 @@ CASES = {
     "by class, padded later": (ByClass, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "masked later": (Masked, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),
+    "segments": (Segments, [min(gaps, 5) for gaps in RAGGED]),
     "replicas": (Named, RAGGED[:16]),
+    "replicas, one has none, divided": (Named, [LENGTH, 0] * 4 + [1, 3] * 4),
     "replicas, later": (Named, LATER),
     "replicas, alternating": (Alternating, RAGGED * 4),
     "replicas, divided": (Named, LATER),

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset, default_collate
 from torchmetrics.classification import BinaryF1Score
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -359,11 +360,30 @@ class Halving:
             group["weight_decay"] *= 0.5
 
 
+class Counting(SequentialSampler):
+    """Counts samples, and has weights of them."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.drawn, self.weights = 0, torch.ones(len(data))
+
+
+class Collating:
+    mean = 0.0
+
+    def __call__(self, samples):
+        return default_collate(samples)
+
+
 class MarksData(Base):
-    """Keeps something in datasets of torch, one of which holds its own, and in what an optimizer has by default."""
+    """Keeps something in datasets of torch, one of which holds its own, and in what an optimizer has by default.
+
+    And in samplers, what collates samples, loaders, callbacks of Lightning, and datasets of several loaders.
+    """
 
     def train_dataloader(self):
-        return DataLoader(Subset(Read(DATA), range(18)), batch_size=6)
+        data = Subset(Read(DATA), range(18))
+        return DataLoader(data, batch_size=6, sampler=Counting(data), collate_fn=Collating())
 
     def note(self, x, output, batch_idx):
         data = self.trainer.train_dataloader.dataset
@@ -374,10 +394,42 @@ class MarksData(Base):
         data.means.append(output.mean().item())
         defaults = self.trainer.optimizers[0].defaults
         defaults["steps"] = defaults.get("steps", 0) + 1
+        loader = self.trainer.train_dataloader
+        loader.sampler.drawn += len(x)
+        loader.sampler.weights[:2] = output[:, 0].detach().mean()
+        loader.collate_fn.mean = output.mean().item()
+        loader.number = getattr(loader, "number", 0) + 1
+        self.trainer.early_stopping_callback.wait_count = batch_idx
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.layers(batch[0])
+        self.trainer.val_dataloaders[dataloader_idx].dataset.read += 1
+
+    def val_dataloader(self):
+        return [DataLoader(Read(DATA), batch_size=6) for _ in range(2)]
+
+    def configure_callbacks(self):
+        return [EarlyStopping("nothing", strict=False)]
 
     def found(self):
         data = self.trainer.train_dataloader.dataset
-        return [data.dataset.read, data.hits, data.means, self.trainer.optimizers[0].defaults["steps"]]
+        loader, stopping = self.trainer.train_dataloader, self.trainer.early_stopping_callback
+        marks = [loader.sampler.drawn, loader.sampler.weights, loader.collate_fn.mean, loader.number]
+            loader.sampler.drawn,
+            loader.sampler.weights,
+            loader.collate_fn.mean,
+            loader.number,
+            stopping.wait_count,
+        ]
+        validated = [each.dataset.read for each in self.trainer.val_dataloaders or ()]
+        return [
+            *map(plain, marks),
+            validated,
+            data.dataset.read,
+            data.hits,
+            data.means,
+            self.trainer.optimizers[0].defaults["steps"],
+        ]
 
 
 def limit(trainer, number):

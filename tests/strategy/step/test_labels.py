@@ -31,6 +31,7 @@ WITHOUT_GAPS = {
     "padded": "labels that are not 1 (batch[0], without the first of each sequence)",
     "masked": "labels that are not 0 (batch['mask'])",
     "weighted": "weights or lengths (batch['weights'])",
+    "segments": "labels, weighted by class (batch['labels'])",
     "by class": "labels, weighted by class (batch['labels'])",
 }
 

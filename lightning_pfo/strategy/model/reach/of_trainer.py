@@ -8,11 +8,17 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_pfo.strategy.model.variables import AllBut
+from lightning_pfo.strategy.model.variables import AllBut, is_library
 
 _OF_OPTIMIZERS = ("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups")
 _OF_LOADERS = frozenset(("val_check_batch", "_train_start_time", "_last_val_time"))
 """What Lightning sets together with loaders, which reading `trainer.estimated_stepping_batches` may make."""
+_OF_CALLBACKS = ("early_stopping_callback", "checkpoint_callback")
+"""Properties that have the first of them; with an s, all of them."""
+_PARTS = ("dataset", "sampler", "batch_sampler", "collate_fn")
+"""Of a loader."""
+_ITERATOR = "_iterator"
+"""What a loader with workers keeps for its next epoch."""
 _LOADERS = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
 
 
@@ -38,6 +44,13 @@ def settings_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[s
         return
     if is_named("trainer") and hasattr(trainer, "__dict__"):
         yield "trainer", AllBut(vars(trainer), _OF_LOADERS.__contains__)
+    for path, loader in _loaders(trainer, is_named):
+        if hasattr(loader, "__dict__"):
+            yield path, AllBut(vars(loader), _ITERATOR.__eq__)
+    for kind in _OF_CALLBACKS:
+        for index, callback in enumerate(getattr(trainer, f"{kind}s", ()) if _is_any(is_named, kind) else ()):
+            if is_library(type(callback).__module__):  # of the user's own classes all is noted, see `others_of`
+                yield f"trainer.{kind}s[{index}]", vars(callback)
     if is_named("fit_loop") and hasattr(trainer, "fit_loop"):
         yield "trainer.fit_loop", vars(trainer.fit_loop)
     if not any(map(is_named, _OF_OPTIMIZERS)) or not getattr(owner, "automatic_optimization", True):
@@ -97,9 +110,25 @@ def others_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str
     trainer = trainer_of(owner)
     if is_named("datamodule"):
         yield "trainer.datamodule", getattr(trainer, "datamodule", None)
-    if is_named("callbacks"):
+    if is_named("callbacks") or any(_is_any(is_named, kind) for kind in _OF_CALLBACKS):
         for index, callback in enumerate(getattr(trainer, "callbacks", ())):
             yield f"trainer.callbacks[{index}]", callback
-    for name in _LOADERS if is_named("dataset") else ():
-        if is_named(name):
-            yield f"trainer.{name}.dataset", getattr(getattr(trainer, name, None), "dataset", None)
+    parts = list(filter(is_named, _PARTS))
+    for path, loader in _loaders(trainer, is_named) if parts else ():
+        for part in parts:
+            yield f"{path}.{part}", getattr(loader, part, None)
+
+
+def _is_any(is_named: Callable[[str], bool], kind: str) -> bool:
+    return is_named(kind) or is_named(f"{kind}s")
+
+
+def _loaders(trainer: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
+    """The loaders of the Trainer that a step names; there may be several in a list or dict."""
+    for name in filter(is_named, _LOADERS):
+        loaders = getattr(trainer, name, None)
+        if isinstance(loaders, (list, tuple, Mapping)):
+            items = loaders.items() if isinstance(loaders, Mapping) else enumerate(loaders)
+            yield from ((f"trainer.{name}[{key!r}]", loader) for key, loader in items)
+        elif loaders is not None:
+            yield f"trainer.{name}", loaders

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric, kept_by_metric
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
@@ -133,7 +133,7 @@ class Places:
         self._asked_with = found
         for name, other in others_of(self._owner, self._is_named):
             self._object((name,), other)
-            if isinstance(other, Dataset):
+            if isinstance(other, (Dataset, Sampler)):
                 self._dataset((name,), other)
         for name, metrics in metrics_set_of(self._owner, self._is_named):
             self._note((name,), metrics)
@@ -183,7 +183,7 @@ class Places:
             self._put(path, value)
 
     def _dataset(self, path: Path, dataset: Any) -> None:
-        """Note what a step keeps in a dataset of a library, not its data, and those of the user's own within it."""
+        """Note what a step keeps in a dataset or sampler of a library, not its data, and the user's own within it."""
         if id(dataset) in self._seen:
             return
         self._seen.add(id(dataset))

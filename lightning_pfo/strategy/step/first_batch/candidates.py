@@ -55,9 +55,10 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
         if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dim():
             ignored = list(dict.fromkeys((*map(float, sorted(known)), *_paddings(leaf))))
             ignored = [value for value in ignored if value != IGNORED_LABEL]
-            of_classes = [each for each in by_class if are_integers(leaf) and int(leaf.max()) < len(each)]
             ways: list[tuple[float, tuple[float, ...]]] = [(value, ()) for value in ignored]
-            ways += [(value, each) for each in of_classes for value in (IGNORED_LABEL, *ignored)]
+            for value in (IGNORED_LABEL, *ignored) if are_integers(leaf) else ():
+                counted = leaf[leaf != value]  # 255 of segments is no class
+                ways += [(value, each) for each in by_class if counted.numel() and int(counted.max()) < len(each)]
             labels += [Labels(path, shift, *way) for way in ways for shift in may_be_shifted]
         if _may_be_weights(leaf):
             weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
@@ -81,7 +82,8 @@ def _paddings(leaf: torch.Tensor) -> list[float]:
 
 
 def _class_weights(owner: nn.Module) -> Iterator[tuple[float, ...]]:
-    for module in modules_of(owner):
+    loss_fn = getattr(owner, "loss_fn", None)  # of a loop of the user's own, which has it beside the model
+    for module in (*modules_of(owner), *(modules_of(loss_fn) if isinstance(loss_fn, nn.Module) else ())):
         if module is not owner and next(module.parameters(recurse=False), None) is not None:
             continue  # statistics of a layer
         for tensor in (*module.buffers(recurse=False), *vars(module).values()):
