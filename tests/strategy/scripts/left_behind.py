@@ -415,15 +415,10 @@ class MarksData(Base):
         data = self.trainer.train_dataloader.dataset
         loader, stopping = self.trainer.train_dataloader, self.trainer.early_stopping_callback
         marks = [loader.sampler.drawn, loader.sampler.weights, loader.collate_fn.mean, loader.number]
-            loader.sampler.drawn,
-            loader.sampler.weights,
-            loader.collate_fn.mean,
-            loader.number,
-            stopping.wait_count,
-        ]
         validated = [each.dataset.read for each in self.trainer.val_dataloaders or ()]
         return [
             *map(plain, marks),
+            stopping.wait_count,
             validated,
             data.dataset.read,
             data.hits,
