@@ -148,3 +148,16 @@ def test_labels_that_are_nowhere_in_a_batch_count_nothing():
     weighed = Labels("batch['x']", False, class_weights=(1.0, 2.0))
     assert weighed.counts([{"x": torch.tensor([0, 1, 1, 7])}]) == (5.0,)  # no class has this number
     assert weighed.counts([{"x": torch.tensor([0.0])}]) is None
+
+
+def test_a_loss_beside_the_model_may_have_weights_of_classes():
+    """As that of a loop of the user's own; 255 is no class."""
+
+    class Loop(nn.Module):
+        @property
+        def loss_fn(self):
+            return nn.CrossEntropyLoss(weight=BY_CLASS, ignore_index=255)
+
+    found = labels_without_gaps({"y": torch.tensor([0, 255, 4, 255])}, Loop())
+    assert Labels("batch['y']", False, 255, tuple(BY_CLASS.tolist())) in found
+    assert not any(labels.class_weights for labels in labels_without_gaps({"y": torch.tensor([0, 255, 7])}, Loop()))
