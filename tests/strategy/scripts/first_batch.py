@@ -158,6 +158,7 @@ CASES = {
     "sum of gradients": (layers, penalised, {}),
     "one for each sample": (layers, nn.CrossEntropyLoss(reduction="none"), {"num_microbatches": 8}),
     "class weights": (layers, weighted, {}),
+    "whole, class weights": (layers, weighted, WHOLE),
     "labels with gaps": (layers, ragged, {}),
     "whole, labels with gaps": (layers, ragged, WHOLE),
     "experts": (with_experts, balanced, {}),

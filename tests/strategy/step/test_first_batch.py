@@ -105,13 +105,14 @@ def test_a_loss_that_cannot_be_compared_is_told_of_once_by_the_first_rank(ranks)
     assert first["losses"]
 
 
-def test_a_mean_over_labels_that_are_no_padding_is_found(ranks):
-    for found in (each["labels with gaps"] for each in ranks):
+@pytest.mark.parametrize("case", ["labels with gaps", "class weights"])
+def test_a_mean_over_what_is_no_padding_or_weighted_by_class_is_found(ranks, case):
+    for found in (each[case] for each in ranks):
         assert found["said"] == []
-        assert found["losses"][0] == pytest.approx(ranks[0]["whole, labels with gaps"]["losses"][0], rel=1e-5)
+        assert found["losses"][0] == pytest.approx(ranks[0][f"whole, {case}"]["losses"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("case", ["class weights", "time first", "experts"])
+@pytest.mark.parametrize("case", ["time first", "experts"])
 def test_what_weights_may_explain_is_a_warning_said_once(ranks, case):
     first, second = (found[case] for found in ranks)
     assert len(first["said"]) == 1
