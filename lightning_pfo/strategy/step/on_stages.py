@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Slopes
@@ -102,6 +103,10 @@ class StepOnStages:
     def aggregates(self) -> bool:
         """Whether there are metrics that are told once for a batch, when it is done."""
         return bool(self._aggregators)
+
+    def windows_go_on(self, told: Iterable[tuple[MetricPlace, str]]) -> None:
+        """Let windows of metrics stand where the last rank's stand, which was told these; see `Aggregators`."""
+        self._aggregators.windows_go_on(told)
 
     def said_by_metrics(self, effects: Effects) -> SaidOfAll:
         """What metrics say after a run that begins now."""

@@ -81,7 +81,7 @@ class LogRecorder:
     of_epochs: bool = False
 
     def __post_init__(self) -> None:
-        self.said = SaidOfBatch(self.owner)
+        self.said = SaidOfBatch()
 
     @property
     def size(self) -> int:

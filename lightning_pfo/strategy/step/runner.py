@@ -49,7 +49,7 @@ from lightning_pfo.strategy.step.gradients import (
 from lightning_pfo.strategy.step.iterations.again import WeighedOtherwiseError, run_again
 from lightning_pfo.strategy.step.iterations.gathering import Iterations
 from lightning_pfo.strategy.step.iterations.phases import Between, PhaseRunner
-from lightning_pfo.strategy.step.metrics.compat import set_batch_value, windows_go_on
+from lightning_pfo.strategy.step.metrics.compat import set_batch_value
 from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
@@ -413,7 +413,7 @@ class StepRunner:
         check_skipped(skipped, shared["skipped"])
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
         if not engine.is_last:
-            windows_go_on((metric_at(self.owner, place), method) for place, method in shared["told"])
+            stages.windows_go_on(shared["told"])
         return shared, results
 
     def _any_replica(self, is_news: bool) -> bool:

@@ -34,8 +34,6 @@ REDUCTIONS = {
     "none": None,
     "own": root_of_squares,
 }
-
-
 COMPUTED = ("sum", "mean", "max", "min", "own")
 """Those that a step computes; with lists, each microbatch has those of its own samples only."""
 
@@ -96,6 +94,8 @@ class Module(L.LightningModule):
         self.apart = {"own": Of("own"), "sum": SumMetric()}
         self.listed = [Of("mean"), MaxMetric()]
         self.meters = Meters()
+        self.by_name = {"mean": self.updated["mean"], "sum": SumMetric(), "again": self.called["own"]}
+        self.counted = self.by_name["sum"]
         self.seen = []
 
     def apart_from_layers(self):
@@ -116,6 +116,7 @@ class Module(L.LightningModule):
         for index, metric in enumerate(self.apart_from_layers()):
             metric(values if isinstance(metric, Of) else loss.detach())
             self.log(f"apart_{index}", metric.compute(), on_step=True, on_epoch=False)
+        self.counted.update(loss.detach())
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -128,7 +129,7 @@ class Module(L.LightningModule):
             for metric in metrics.values():
                 metric.reset()
 
-        self.seen.append([float(metric.compute()) for metric in self.apart_from_layers()])
+        self.seen.append([float(metric.compute()) for metric in (*self.apart_from_layers(), self.counted)])
         self.seen.append({kind: metric.calls for kind, metric in self.updated.items()})
         self.seen.append({kind: metric.calls for kind, metric in self.called.items()})
         self.seen.append([metric.calls for metric in self.apart_from_layers() if isinstance(metric, Of)])

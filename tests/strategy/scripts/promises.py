@@ -279,6 +279,14 @@ def predict(where, gather="all"):
     return {"predictions": plain(predictions), "written": writer.written}
 
 
+def predict_rank0(where):
+    return predict(where, "rank0")
+
+
+def predict_none(where):
+    return predict(where, "none")
+
+
 class Noisy(Module):
     def predict_step(self, batch, batch_idx):
         noisy = batch[0] + torch.randn_like(batch[0])
@@ -1098,20 +1106,21 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
     return module
 
 
-PARTS = (train, predict, noise, in_steps, skips, stops, hooks, errors)
-FURTHER = (fetches, restores, scales, saves_nowhere, evaluates_checkpoints, saves_state_dicts, saves_watched)
-FURTHER = (*FURTHER, returns_no_loss, given_hooks, throughput, splits, without_samples, saved_before, of_class)
-FURTHER = (*FURTHER, after_fit, unfreezes, evaluates_on_gpus, predicts_forward, saves_in_steps)
+PARTS = {
+    "first": (train, predict, noise, in_steps, skips, stops, hooks, errors),
+    "further": (
+        *(fetches, restores, scales, saves_nowhere, evaluates_checkpoints, saves_state_dicts, saves_watched),
+        *(returns_no_loss, given_hooks, throughput, splits, without_samples, saved_before, of_class, after_fit),
+        *(unfreezes, evaluates_on_gpus, predicts_forward, saves_in_steps),
+    ),
+}
+ON_ONE_RANK = {"first": (), "further": (whole, without_layers)}
+ON_TWO_RANKS = {"first": (fails_in_the_trace, predict_rank0, predict_none), "further": ()}
 
 
 def one(where, which):
-    if which == "further":
-        parts = (*FURTHER, *([] if where == "two" else [whole, without_layers]))
-    else:
-        parts = (*PARTS, *([fails_in_the_trace] if where == "two" else []))
+    parts = (*PARTS[which], *(ON_TWO_RANKS if where == "two" else ON_ONE_RANK)[which])
     results = {part.__name__: part(where) for part in parts}
-    if where == "two" and which != "further":
-        results |= {f"predict_{gather}": predict(where, gather) for gather in ("rank0", "none")}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(results))
 

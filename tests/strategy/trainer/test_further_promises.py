@@ -1,24 +1,18 @@
 """Further promises of Lightning, of what is used less: on one rank and on two as with a plain Trainer."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.comparing import check
-from tests.launch import run_script
+from tests.strategy.trainer.promises import RANKS, run_promises
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
-RANKS = ("one_0", "two_0", "two_1")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("further_promises")
-    run_script(SCRIPT, folder, "further", timeout_s=500)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
+    return run_promises(tmp_path_factory.mktemp("further_promises"), "further")
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -1,24 +1,18 @@
 """What Lightning promises of steps, hooks, loggers and predictions: on one rank and on two as with a plain Trainer."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.comparing import check
-from tests.launch import run_script
+from tests.strategy.trainer.promises import RANKS, run_promises
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "promises.py"
-RANKS = ("one_0", "two_0", "two_1")
 pytestmark = pytest.mark.timeout(600)  # 60 s on an idle machine
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("promises")
-    run_script(SCRIPT, folder, "first", timeout_s=500)
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}
+    return run_promises(tmp_path_factory.mktemp("promises"), "first")
 
 
 @pytest.mark.parametrize("rank", RANKS)

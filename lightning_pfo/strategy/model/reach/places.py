@@ -102,6 +102,7 @@ class Places:
         self._names: dict[int, frozenset[str]] = {}
         self._asked_with = (-1, -1)
         self._owner = owner
+        self._given = {id(module) for module in modules.values()}
         self._packages = packages_of(owner)
         self._module((), owner, LEFT_ALONE)
         kind: Any = type(owner)
@@ -258,7 +259,7 @@ class Places:
         if isinstance(value, nn.Module):
             self._seen.add(id(value))
             self.modules[path] = value
-            if is_metric(value) and not is_of_library(type(value), self._packages):
+            if id(value) not in self._given and is_metric(value) and not is_of_library(type(value), self._packages):
                 self._module(path, value, LEFT_ALONE)
         elif isinstance(value, torch.Tensor):
             self._seen.add(id(value))

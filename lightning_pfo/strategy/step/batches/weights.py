@@ -148,9 +148,12 @@ def integers_of(batch: Any, *, waits: bool) -> dict[str, Any]:
         batch: The batch.
         waits: Whether tensors on other devices than the CPU, for whose values one has to wait, are among them.
     """
-    leaves = {path: leaf for path, leaf in leaves_of(batch) if are_integers(leaf) or may_be_mask(path, leaf)}
-    here = {path for path, leaf in leaves.items() if isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"}
-    return {path: leaf for path, leaf in leaves.items() if waits or path in here}
+    return {
+        path: leaf
+        for path, leaf in leaves_of(batch)
+        if are_integers(leaf) or may_be_mask(path, leaf)
+        if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"
+    }
 
 
 def have_gaps(leaves: Iterable[Any], ignored: Collection[int]) -> bool:
@@ -167,8 +170,7 @@ def are_integers(leaf: Any) -> bool:
 
 def may_be_mask(path: str, leaf: Any) -> bool:
     """Whether a leaf of a batch may say what of others has a part in a loss."""
-    kind = str(leaf.dtype).removeprefix("torch.") if has_values(leaf) else ""
-    return kind == "bool" or (bool(kind) and "mask" in path)
+    return has_values(leaf) and ("mask" in path or "bool" in str(leaf.dtype))
 
 
 def has_values(leaf: Any) -> bool:

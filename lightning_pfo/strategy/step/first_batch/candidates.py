@@ -53,8 +53,8 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
     for path, leaf in leaves:
         may_be_shifted = (False, True)[: leaf.dim()]
         if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dim():
-            ignored = list(dict.fromkeys((*map(float, sorted(known)), *_paddings(leaf))))
-            ignored = [value for value in ignored if value != IGNORED_LABEL]
+            paddings = dict.fromkeys((*map(float, sorted(known)), *_paddings(leaf)))
+            ignored = [value for value in paddings if value != IGNORED_LABEL]
             ways: list[tuple[float, tuple[float, ...]]] = [(value, ()) for value in ignored]
             for value in (IGNORED_LABEL, *ignored) if are_integers(leaf) else ():
                 counted = leaf[leaf != value]  # 255 of segments is no class

@@ -91,9 +91,9 @@ class KnownRules:
         """Labels that may have no part in losses or numbers that nobody knows so far to be means over others."""
         if source not in self._labels:
             return self.ignored
-        known = self._labels[source]  # which count by their classes: so far, there was no padding
-        has_padding = known is None or known.are_weights or known.ignored != IGNORED_LABEL or not known.class_weights
-        return set() if has_padding else self.ignored - {IGNORED_LABEL}
+        known = self._labels[source]
+        has_no_padding_yet = known is not None and known.class_weights and known.ignored == IGNORED_LABEL
+        return self.ignored - {IGNORED_LABEL} if has_no_padding_yet else set()
 
     def tells_of_labels(self, of: StepOnBatch) -> bool:
         """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
 
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
@@ -56,14 +55,9 @@ class _Said(NamedTuple):
 
 
 class SaidOfBatch:
-    """What metrics have said in the microbatches of a batch, where the step is run to its end.
+    """What metrics have said in the microbatches of a batch, where the step is run to its end."""
 
-    Args:
-        owner: The user's module.
-    """
-
-    def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
+    def __init__(self) -> None:
         self._metrics: dict[int, Metric] = {}
         self._told: Counter[int] = Counter()
         self._once: frozenset[int] = frozenset()

@@ -242,7 +242,8 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
         outlets: Files and the like that this rank writes into, by their places.
         is_first: Whether this rank is the first of the pipeline, so that it should have all of them.
     """
-    for path, args, kwargs in calls:
+    for call in calls:
+        path, args, kwargs = call
         if path[0] == OF_BATCH:  # whoever has the batch puts it there
             continue
         target: Any = owner
@@ -262,8 +263,7 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
                 target = name.metric
             else:
                 target = getattr(target, name) if kind == "attribute" else target[name]
-        told = path[0][1] if path[0][0] == "metric" else None
-        with nullcontext() if told is None or not told.is_of_user else states_alone(told.metric):
+        with states_alone(path[0][1].metric) if is_of_metric(call) and path[0][1].is_of_user else nullcontext():
             target(*args, **kwargs)
 
 
