@@ -28,8 +28,8 @@ from lightning_pfo.strategy.step.first_batch.differences.numbers import (
     describe_in_evaluation,
 )
 from lightning_pfo.strategy.step.first_batch.differences.numbers import describe as describe_numbers
-from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, losses_of
-from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, how_other, losses_of
+from lightning_pfo.strategy.step.first_batch.labels import Distance, LabelChoice
 from lightning_pfo.strategy.step.first_batch.news import MOST_NEWS, News
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
 from lightning_pfo.strategy.step.first_batch.states import StateCheck
@@ -199,9 +199,11 @@ class Comparison:
 
     def _agree(self) -> None:
         """Replicas that compare together do so in the same way, whatever one has learnt that compared alone."""
-        mine = self._rehearsal.evaluates, not self._runner.differentiates, self._are_slopes_known
+        rehearsal = self._rehearsal
+        mine = rehearsal.evaluates, not rehearsal.is_narrow, not self._runner.differentiates, self._are_slopes_known
         everyone = self._engine.all_gather(mine, everywhere=True)
-        self._rehearsal.evaluates, stays_without, self._are_slopes_known = map(all, zip(*everyone, strict=True))
+        rehearsal.evaluates, is_precise, stays_without, self._are_slopes_known = map(all, zip(*everyone, strict=True))
+        rehearsal.is_narrow = not is_precise
         self._runner.differentiates = not stays_without
 
     def _compare_by(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
@@ -280,7 +282,9 @@ class Comparison:
         weighed_by = self._runner.rules.labels(first.source)
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
-            distance = partial(are_other if is_training else partial(_number_unexplained, check), tolerance=tolerance)
+            distance: Distance = partial(_number_unexplained, check, tolerance=tolerance)
+            if is_training:
+                distance = partial(how_other, tolerances=self._rehearsal.tolerances())
             is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _AGAIN
             number = self._number_trained if is_training and is_again else 0
             others = self._labels.choose(first, parts, pairs, distance, number)
@@ -380,7 +384,8 @@ class Comparison:
         """The numbers of a run; of what has no rule yet one is learnt, as it is in training."""
 
         def find() -> Numbers:
-            with self._runner.rules.looking(first, run, self._engine.seed) as rules:
+            looking = self._runner.rules.looking(first, run, self._engine.seed)
+            with self._rehearsal.precise(), looking as rules:
                 return run.numbers(rules)
 
         return _tried(find) or {}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
@@ -35,14 +36,28 @@ class _Tried:
     """What microbatches have come to, and what candidates for their weights give.
 
     Attributes:
+        of: The batch.
+        parts: The microbatches.
         pairs: What has come of them, on the last rank.
         weights: By each candidate, there.
         distances: How far from one device what each gives is; none if nobody knows.
     """
 
+    of: StepOnBatch
+    parts: Microbatches
     pairs: Sequence[Pair]
-    weights: list[tuple[float, ...]]
+    weights: Sequence[tuple[float, ...]] = ()
     distances: Sequence[float] = ()
+
+    @property
+    def explains_nothing(self) -> bool:
+        """Whether none of the candidates gives what one device has."""
+        return bool(self.distances) and all(self.distances)
+
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether all of them give what is as near."""
+        return len(set(self.distances)) == 1
 
     def weigh(self, candidate: int) -> None:
         """Weigh by one of them."""
@@ -93,16 +108,23 @@ class LabelChoice:
         found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
         told = [labels for each in tell(found) for labels in each]
         candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
-        tried = [self._tried(of, parts, pairs, candidates, distance)]
+        tried = [self._tried(_Tried(of, parts, pairs), candidates, distance)]
         others: list[Labels] = []
-        if tried[0].distances and all(tried[0].distances):  # none of these does
-            others = self._others_that_explain(of, parts, pairs, distance)
-            candidates = [*others, *candidates]
-            tried = [self._tried(of, parts, pairs, candidates, distance)]  # and pairs as they were
+        if tried[0].explains_nothing:
+            others = self._others_that_explain(chain(tried, self._half(of, parts)), distance)
+        candidates = [*others, *candidates]
         if candidates == [None]:
             return []
         if not is_known:
-            tried += self._tried_with_fewer(of, parts, candidates, distance)
+            tried += self._with_fewer(of, parts, candidates, distance)
+        if not others and len(tried) > 1 and tried[1].explains_nothing:  # lengths are no numbers of labels any more
+            others = self._others_that_explain(tried, distance)
+            candidates = [*others, *candidates]
+        if others:
+            tried = [self._tried(each, candidates, distance) for each in tried]
+        if len(tried) > 1 and of.kind == "train" and not self._divided and tried[1].tells_nothing:
+            with self._rehearsal.silent(True):
+                tried[1] = replace(tried[1], distances=self._distances_of_slopes(tried[1]))
         distances = [sum(each) for each in zip(*(each.distances for each in tried if each.distances), strict=True)]
         distances[: len(others)] = [each and math.inf for each in distances[: len(others)]]  # explains it, or does not
         best = min(range(len(distances)), key=distances.__getitem__, default=0)
@@ -116,28 +138,30 @@ class LabelChoice:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
         return [pair for others in tried[1:] for pair in others.pairs]
 
-    def _others_that_explain(
-        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Distance
-    ) -> list[Labels]:
-        """Labels without -100 by which microbatches come to what one device has."""
-        told = self._rehearsal.tell(labels_without_gaps(of.batch, self._owner, self._rules.ignored) if pairs else [])
-        others = list(dict.fromkeys(labels for each in told for labels in each))
+    def _others_that_explain(self, ran: Iterable[_Tried], distance: Distance) -> list[Labels]:
+        """Labels without -100 by which microbatches come to what one device has, in all that were run."""
+        others: list[Labels] | None = None
+        for each in ran:
+            if others is None:
+                found = labels_without_gaps(each.of.batch, self._owner, self._rules.ignored) if each.pairs else []
+                others = list(dict.fromkeys(labels for told in self._rehearsal.tell(found) for labels in told))
+            distances = self._tried(each, others, distance).distances
+            others = [labels for labels, apart in zip(others, distances, strict=False) if not apart]
+            if not others:
+                break
+        return others or []
 
-        def explaining(parts: Microbatches, pairs: Sequence[Pair]) -> list[Labels]:
-            distances = self._tried(of, parts, pairs, others, distance).distances
-            return [labels for labels, apart in zip(others, distances, strict=False) if not apart]
-
-        others = explaining(parts, pairs)
+    def _half(self, of: StepOnBatch, parts: Microbatches) -> Iterator[_Tried]:
+        """Half of a batch, which tells that nothing explains it by chance."""
         half = of.parts[: len(parts) // 2]
-        if others and len(half) > 1:  # it tells that none of them does so by chance
+        if len(half) > 1:
             with self._rehearsal.silent(True):
-                others = explaining(half, self._rehearsal.pair(of, half, 0))
-        return others
+                yield _Tried(of, half, self._rehearsal.pair(of, half, 0))
 
-    def _tried_with_fewer(
+    def _with_fewer(
         self, of: StepOnBatch, parts: Microbatches, candidates: Sequence[Labels | None], distance: Distance
     ) -> list[_Tried]:
-        """What candidates give for microbatches with other numbers of labels."""
+        """What candidates give for microbatches with other numbers of labels; none if they cannot have others."""
         labels = [each for each in candidates if each is not None]
         batch = anew(of.batch, copies=True)
         are_copies = _are_copies(labels, batch, of.batch)  # which an object of another class need not give
@@ -147,33 +171,24 @@ class LabelChoice:
         if not all(self._engine.all_gather(are_other, everywhere=self._rehearsal.everywhere)):
             return []
         with self._rehearsal.silent(True):
-            pairs = self._rehearsal.pair(of, parts, 0)
-            tried = self._tried(of, parts, pairs, candidates, distance)
-            tells_nothing = bool(tried.distances) and len(set(tried.distances)) == 1
-            if of.kind == "train" and not self._divided and tells_nothing:
-                tried = replace(tried, distances=self._distances_of_slopes(of, parts, tried))
-            return [tried]
+            ran = _Tried(of, parts, self._rehearsal.pair(of, parts, 0))
+        return [self._tried(ran, candidates, distance)]
 
-    def _tried(
-        self,
-        of: StepOnBatch,
-        parts: Microbatches,
-        pairs: Sequence[Pair],
-        candidates: Sequence[Labels | None],
-        distance: Distance,
-    ) -> _Tried:
-        weights = [self._rules.weights_by(labels, parts.parts, parts.sizes) for labels in candidates if pairs]
-        tried = _Tried(pairs, weights)
+    def _tried(self, ran: _Tried, candidates: Sequence[Labels | None], distance: Distance) -> _Tried:
+        """What candidates give for microbatches that were run."""
+        parts = ran.parts
+        weights = [self._rules.weights_by(labels, parts.parts, parts.sizes) for labels in candidates if ran.pairs]
+        tried = replace(ran, weights=weights)
 
         def by(index: int) -> float:
             tried.weigh(index)
-            return distance(pairs)
+            return distance(ran.pairs)
 
         return replace(tried, distances=self._of_all([by(index) for index in range(len(weights))]))
 
-    def _distances_of_slopes(self, of: StepOnBatch, parts: Microbatches, tried: _Tried) -> list[float]:
+    def _distances_of_slopes(self, tried: _Tried) -> list[float]:
         """How far gradients are from those of one device."""
-        found, tolerance = self._rehearsal.slopes(of, parts, 0), self._rehearsal.tolerance()
+        found, tolerance = self._rehearsal.slopes(tried.of, tried.parts, 0), self._rehearsal.tolerance()
         if found is None:
             return []
         by_weights = [Compared(found.of_parts, found.of_all, weights, found.sizes) for weights in tried.weights]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lightning_pfo.strategy.step.first_batch.differences.losses import describe, differ
-from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, losses_of
+from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, are_other, how_other, losses_of
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
 from lightning_pfo.strategy.step.on_stages import StepOnStages
@@ -74,7 +74,7 @@ class StateCheck:
         if run is None:
             return False, [], False
         parts, pairs, _ = run
-        distance = partial(are_other, tolerance=self._rehearsal.tolerance())
+        distance = partial(how_other, tolerances=self._rehearsal.tolerances())
         self._labels.choose(of, parts, pairs, distance, number=number)
 
         def is_other() -> bool:

@@ -27,3 +27,8 @@ def losses_of(pair: Pair) -> Losses:
 def are_other(pairs: Sequence[Pair], *, tolerance: float) -> bool:
     """Whether losses differ by more than rounding and chance; not where nothing was run."""
     return bool(pairs) and differ(list(map(losses_of, pairs)), tolerance)
+
+
+def how_other(pairs: Sequence[Pair], *, tolerances: Sequence[float]) -> int:
+    """How many tolerances losses differ by more than."""
+    return sum(are_other(pairs, tolerance=each) for each in tolerances)
