@@ -112,7 +112,7 @@ class Masked(Named):
 
     def loss(self, x, labels):
         labels, mask = labels
-        return (cross_entropy(self.layers(x).mT, labels, reduction="none") * mask).sum() / mask.sum()
+        return (cross_entropy(self.layers(x).float().mT, labels, reduction="none") * mask).sum() / mask.sum()
 
 
 class Weighted(Masked):
@@ -120,6 +120,17 @@ class Weighted(Masked):
 
     def parts_of(self, batch):
         return batch["x"], (batch["labels"], batch["weights"][:, None].expand(-1, LENGTH))
+
+
+class Measured(Masked):
+    """Has lengths, by which it divides."""
+
+    def parts_of(self, batch):
+        return batch["x"], (batch["labels"], batch["length"])
+
+    def loss(self, x, labels):
+        labels, length = labels
+        return cross_entropy(self.layers(x).mT, labels, reduction="sum") / length.sum()
 
 
 class ByClass(Named):
@@ -160,6 +171,7 @@ def samples(numbers_of_gaps, make):
             labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
         named = {"x": x, "labels": labels} | ({"mask": mask, "weights": weights} if issubclass(make, Masked) else {})
+        named |= {"length": torch.tensor(LENGTH - gaps)} if make is Measured else {}
         yield (labels, x) if issubclass(make, Shifted) else named
 
 
@@ -177,7 +189,12 @@ CASES = {
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
     "padded": (Padded, [min(gaps, 4) for gaps in RAGGED]),
     "masked": (Masked, [min(gaps, 5) for gaps in RAGGED]),
+    "masked, alike at first": (Masked, [2] * BATCH + RAGGED),
     "weighted": (Weighted, RAGGED),
+    "weighted in bf16": (Weighted, RAGGED),
+    "weighted, all of bf16": (Weighted, RAGGED),
+    "measured": (Measured, RAGGED),
+    "measured, alike at first": (Measured, [2] * BATCH + RAGGED),
     "by class": (ByClass, [min(gaps, 5) for gaps in RAGGED]),
     "padded later": (Padded, [0] * BATCH * 2 + [min(gaps, 4) for gaps in RAGGED]),
     "by class, padded later": (ByClass, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
@@ -207,7 +224,8 @@ def trained(name, rank, num_ranks):
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}
         strategy = PfoPipelineStrategy(num_microbatches=4 // replicas, data_parallel_size=replicas, **divided)
         devices = {"devices": num_ranks, "strategy": strategy}
-    precision = "bf16-mixed" if name == "mild" else "32-true"
+    precision = "bf16-mixed" if name in ("mild", "weighted in bf16") else "32-true"
+    precision = "bf16-true" if name == "weighted, all of bf16" else precision
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=2, precision=precision, use_distributed_sampler=False, **devices, **QUIET
     )

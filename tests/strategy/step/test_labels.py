@@ -36,17 +36,25 @@ WITHOUT_GAPS = {
 }
 
 
+NOT_LABELS = ["measured", "measured, alike at first", "masked, alike at first"]
 LATER = ["none at first", "padded later", "masked later", "by class, padded later", "reweighted"]
 """Batches tell later."""
 
 
 @pytest.mark.parametrize(
-    "case", ["named", "shifted", "of samples", "alike at first", "alternating", *LATER, *WITHOUT_GAPS]
+    "case", ["named", "shifted", "of samples", "alike at first", "alternating", *LATER, *NOT_LABELS, *WITHOUT_GAPS]
 )
 def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
     for found in ranks:
         assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
         assert found[case]["values"] == pytest.approx(one_device[case]["values"], rel=2e-5)
+        assert not [text for text in found[case]["said"] if OTHER in text or "Numbers" in text]
+
+
+@pytest.mark.parametrize("case", ["weighted in bf16", "weighted, all of bf16"])
+def test_rounding_of_layers_hides_no_weights(one_device, ranks, case):
+    for found in ranks:
+        assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=3e-3)
         assert not [text for text in found[case]["said"] if OTHER in text or "Numbers" in text]
 
 

@@ -95,13 +95,13 @@ def _class_weights(owner: nn.Module) -> Iterator[tuple[float, ...]]:
 def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:
     """Give microbatches other numbers of labels, where some have no part in a loss already, and other weights.
 
-    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too;
-    of weights half is left.
+    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too,
+    as do masks; of weights and lengths half is left.
 
     Args:
         batch: The batch.
         parts: Its microbatches.
-        labels: Labels that it may have; of those without any gap nothing is changed.
+        labels: Labels that it may have; of labels without any gap nothing is changed.
 
     Returns:
         Whether they have, and the batch alike: it has not where microbatches are copies.
@@ -113,10 +113,12 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     before = [list(map(kind.number_in, each)) for kind, each in tensors]
     for number, (kind, (_, *of_parts)) in enumerate(tensors):
         for part in of_parts[number % 2 :: 2]:
-            if kind.are_weights:
+            if not kind.are_weights or bool(((part == 0) | (part == 1)).all()):
+                _take_away(part, kind.ignored if not kind.are_weights else 0)
+            elif part.is_floating_point():
                 part.mul_(0.5)
             else:
-                _take_away(part, kind.ignored)
+                part.sub_(part.clamp(min=0) // 2)  # of what is 1 nothing
     less = [
         [float(then - kind.number_in(now)) for now, then in zip(each, of_each, strict=True)]
         for (kind, each), of_each in zip(tensors, before, strict=True)
@@ -125,7 +127,7 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
 
 
 def _may_be_changed(labels: Labels, found: torch.Tensor) -> bool:
-    return found.is_floating_point() if labels.are_weights else bool((found == labels.ignored).any())
+    return labels.are_weights or bool((found == labels.ignored).any())
 
 
 def _take_away(label: torch.Tensor, ignored: float) -> None:

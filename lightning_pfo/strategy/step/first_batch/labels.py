@@ -109,30 +109,34 @@ class LabelChoice:
         told = [labels for each in tell(found) for labels in each]
         candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
         tried = [self._tried(_Tried(of, parts, pairs), candidates, distance)]
-        others: list[Labels] = []
+        others, alike = list[Labels](), list[Labels]()
         if tried[0].explains_nothing:
             others = self._others_that_explain(chain(tried, self._half(of, parts)), distance)
-        candidates = [*others, *candidates]
+        elif not is_known and of.kind != "predict":
+            alike = self._others_that_explain(tried, distance)
+        likely = candidates
+        candidates = list(dict.fromkeys((*others, *likely, *alike)))
+        if not is_known and candidates != [None]:
+            tried += self._with_fewer(of, parts, candidates, distance)
+            if not others and tried[-1].explains_nothing:  # such as labels, where lengths say how many there were
+                others = self._others_that_explain(tried, distance)
+                candidates = list(dict.fromkeys((*others, *likely)))
+        tried = [self._tried(each, candidates, distance) for each in tried]
         if candidates == [None]:
             return []
-        if not is_known:
-            tried += self._with_fewer(of, parts, candidates, distance)
-        if not others and len(tried) > 1 and tried[1].explains_nothing:  # lengths are no numbers of labels any more
-            others = self._others_that_explain(tried, distance)
-            candidates = [*others, *candidates]
-        if others:
-            tried = [self._tried(each, candidates, distance) for each in tried]
         if len(tried) > 1 and of.kind == "train" and not self._divided and tried[1].tells_nothing:
             with self._rehearsal.silent(True):
                 tried[1] = replace(tried[1], distances=self._distances_of_slopes(tried[1]))
         distances = [sum(each) for each in zip(*(each.distances for each in tried if each.distances), strict=True)]
-        distances[: len(others)] = [each and math.inf for each in distances[: len(others)]]  # explains it, or does not
+        # what is less likely explains it, or does not
+        distances = [a and (a if each in likely else math.inf) for a, each in zip(distances, candidates, strict=False)]
         best = min(range(len(distances)), key=distances.__getitem__, default=0)
         for each in tried:
             each.weigh(best)
         is_other = candidates[best] != before
         is_news = is_other and not rules.has_chosen(of.source, candidates[best])
-        if is_other or (distances and max(distances) > distances[best] == 0):
+        tells = any(apart for apart, each in zip(distances, candidates, strict=False) if each in likely or others)
+        if is_other or (tells and distances[best] == 0):
             rules.weigh_by(of.source, candidates[best])
         if is_news and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))

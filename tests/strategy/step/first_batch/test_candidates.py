@@ -125,15 +125,23 @@ def test_a_mean_over_something_else_is_that_of_microbatches_by_one_of_few_candid
     assert len(found) < 60
 
 
-def test_weights_are_halved_in_every_second_microbatch():
+def test_weights_and_lengths_are_halved_in_every_second_microbatch():
     weights = torch.tensor([1.0, 2.0, 4.0, 8.0])
-    batch = {"weights": weights, "lengths": torch.tensor([1, 2, 3, 4])}
+    batch = {"weights": weights, "lengths": torch.tensor([1, 2, 5, 4])}
     parts = split_batch(batch, 2)
     labels = [Labels(f"batch['{name}']", False, are_weights=True) for name in batch]
     assert take_labels_away(batch, parts.parts, labels)
     assert weights.tolist() == [0.5, 1.0, 4.0, 8.0]
-    assert batch["lengths"].tolist() == [1, 2, 3, 4]
-    assert not take_labels_away(batch, parts.parts, labels[1:])
+    assert batch["lengths"].tolist() == [1, 2, 3, 2]
+    assert take_labels_away(batch, parts.parts, labels[1:])
+    assert batch["lengths"].tolist() == [1, 1, 3, 2]
+
+
+def test_masks_without_gaps_get_some():
+    batch = {"mask": torch.ones(4, 3)}
+    parts = split_batch(batch, 2)
+    assert take_labels_away(batch, parts.parts, [Labels("batch['mask']", False, are_weights=True)])
+    assert batch["mask"].tolist() == [[1.0, 0.0, 1.0]] * 2 + [[1.0, 1.0, 1.0]] * 2
 
 
 def test_tokens_and_images_are_no_weights():
