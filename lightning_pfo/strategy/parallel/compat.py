@@ -93,6 +93,9 @@ PRIVATE = {
         "A loss that becomes a sum where it was a mean before would be taken for one of the same kind."
     ),
     "torch._C._functions.NllLossBackward0._saved_weight": "So would one whose classes have weights from then on.",
+    "torch._C._functions.NllLossBackward0._saved_target": (
+        "A loss that takes other labels of its batch by turns would be weighed by those that the first has taken."
+    ),
     "torch._C._functions.NllLossBackward0._saved_ignore_index": (
         "Padding that only later batches have would be noticed some batches later."
     ),
@@ -323,6 +326,11 @@ def ignored_label_of(operation: Any) -> int | None:
         return None
     ignored = int(operation._saved_ignore_index)
     return ignored - 2**64 if ignored >= 2**63 else ignored  # torch shows a number below 0 so
+
+
+def target_of(operation: Any) -> torch.Tensor | None:
+    """The labels, or other targets, that a loss in autograd's graph was computed for; None of other operations."""
+    return getattr(operation, "_saved_target", None)
 
 
 def _is_of_labels(operation: Any) -> bool:

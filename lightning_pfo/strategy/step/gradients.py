@@ -24,7 +24,9 @@ from lightning_pfo.strategy.parallel.compat import (
     gradient_hooks_of,
     ignored_label_of,
     kind_of_operation,
+    memory_of,
     scale_in_place,
+    target_of,
     tree_map_only,
 )
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
@@ -36,6 +38,7 @@ from lightning_pfo.strategy.parallel.reductions import (
     in_type,
     sum_shared_gradients,
 )
+from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 _LAST_OPERATIONS = 32
 """So many tell how a loss is made: those of its layers are no more of interest, and all would take long to look at."""
@@ -268,10 +271,14 @@ class WayMade(NamedTuple):
     ignored: frozenset[int] = frozenset()
 
 
-def way_of(loss: torch.Tensor) -> WayMade:
-    """How a loss is made, by its last operations."""
+def way_of(loss: torch.Tensor, batch: Any = None) -> WayMade:
+    """How a loss is made, by its last operations, and by which leaves of its batch they take for labels."""
     operations = _last_operations(loss)
     kinds = list(map(kind_of_operation, operations))
+    targets = {memory_of(target) for each in operations if (target := target_of(each)) is not None}
+    if targets and batch is not None:
+        leaves = ((path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+        kinds += (path for path, leaf in leaves if memory_of(leaf) in targets)
     number = (zlib.crc32(" ".join(kinds).encode()) or 1) if kinds else 0
     ignored = {label for each in operations if (label := ignored_label_of(each)) is not None}
     return WayMade(number, any(kind.startswith(_CHOOSING) for kind in kinds), frozenset(ignored))

@@ -119,7 +119,7 @@ class StepRunner:
         self._when_training = when_training
         self._means = means
         self._exchanges: dict[str, ValueExchange] = {}
-        self._phases = PhaseRunner(on_stages)
+        self._phases = PhaseRunner(on_stages, divided=divided)
         self._iterations = Iterations(engine, parameters, shared, means, on_stages.layers, precise=precise_gradients)
         self._first_looks = FirstLooks(on_stages, check_loss, compiled=compiled, divided=divided, deferred=deferred)
         self._newcomers = Newcomers(owner)
@@ -351,7 +351,7 @@ class StepRunner:
             loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
             if not way.number and whole is None:
-                way = way_of(loss)
+                way = way_of(loss, microbatches.parts[index])
                 if stages.rules.labels(of.source, way.number) != stages.rules.labels(of.source):
                     recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way.number)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))

@@ -79,6 +79,30 @@ class Alternating(Named):
         self.losses.append(float(outputs["loss"]))
 
 
+class Twice(Named):
+    """Optimizes twice in a batch, by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(*self.parts_of(batch))
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.losses.append(float(loss))
+
+
+class TakingTurns(Alternating):
+    """Has means over these labels and over others, whose gaps are elsewhere, by turns."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch["x"], batch["others" if batch_idx % 2 else "labels"])
+
+
 class Changing(Alternating):
     """Has a sum from the second epoch on."""
 
@@ -171,6 +195,9 @@ def samples(numbers_of_gaps, make):
             labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
         named = {"x": x, "labels": labels} | ({"mask": mask, "weights": weights} if issubclass(make, Masked) else {})
+        named |= (
+            {"others": labels.where(torch.rand(LENGTH, generator=generator) < 0.4, -100)} if make is TakingTurns else {}
+        )
         named |= {"length": torch.tensor(LENGTH - gaps)} if make is Measured else {}
         yield (labels, x) if issubclass(make, Shifted) else named
 
@@ -185,6 +212,7 @@ CASES = {
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
     "alternating": (Alternating, RAGGED * 2),
+    "taking turns": (TakingTurns, RAGGED * 2),
     "changing": (Changing, [*RAGGED, *RAGGED[:BATCH]]),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
     "padded": (Padded, [min(gaps, 4) for gaps in RAGGED]),
@@ -203,6 +231,8 @@ CASES = {
     "segments": (Segments, [min(gaps, 5) for gaps in RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, one has none, divided": (Named, [LENGTH, 0] * 4 + [1, 3] * 4),
+    "replicas, twice": (Twice, [LENGTH, 0, LENGTH, 1, 0, 2, 1, 0]),
+    "replicas, twice, divided": (Twice, [LENGTH, 0, LENGTH, 1, 0, 2, 1, 0]),
     "replicas, later": (Named, LATER),
     "replicas, alternating": (Alternating, RAGGED * 4),
     "replicas, divided": (Named, LATER),
@@ -222,7 +252,10 @@ def trained(name, rank, num_ranks):
     devices = {"devices": 1}
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}
-        strategy = PfoPipelineStrategy(num_microbatches=4 // replicas, data_parallel_size=replicas, **divided)
+        said_of_them = {"microbatch_weight": "tokens"} if make is Twice else {}
+        strategy = PfoPipelineStrategy(
+            num_microbatches=4 // replicas, data_parallel_size=replicas, **divided, **said_of_them
+        )
         devices = {"devices": num_ranks, "strategy": strategy}
     precision = "bf16-mixed" if name in ("mild", "weighted in bf16") else "32-true"
     precision = "bf16-true" if name == "weighted, all of bf16" else precision

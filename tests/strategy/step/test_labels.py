@@ -42,7 +42,18 @@ LATER = ["none at first", "padded later", "masked later", "by class, padded late
 
 
 @pytest.mark.parametrize(
-    "case", ["named", "shifted", "of samples", "alike at first", "alternating", *LATER, *NOT_LABELS, *WITHOUT_GAPS]
+    "case",
+    [
+        "named",
+        "shifted",
+        "of samples",
+        "alike at first",
+        "alternating",
+        "taking turns",
+        *LATER,
+        *NOT_LABELS,
+        *WITHOUT_GAPS,
+    ],
 )
 def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
     for found in ranks:
@@ -98,7 +109,10 @@ def test_replicas_decide_by_their_own_samples(tmp_path):
     ranks = run_on(4, tmp_path)
     (said,) = (text for text in ranks[0]["replicas, alternating"]["said"] if "as this batch's" in text)
     assert "others before with such a loss, may have counted otherwise" in said
-    for case in ranks[0].keys() - {"replicas, alternating"}:
+    twice = {"replicas, twice", "replicas, twice, divided"} & ranks[0].keys()
+    for found in ranks:
+        assert all(found[case]["losses"] == pytest.approx(found["replicas, twice"]["losses"]) for case in twice)
+    for case in ranks[0].keys() - {"replicas, alternating"} - twice:
         told = " ".join(ranks[0][case]["said"])
         assert "Microbatches count by their labels that are not -100 (batch['labels']) in train steps." in told
         assert OTHER not in told

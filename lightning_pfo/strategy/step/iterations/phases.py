@@ -43,10 +43,12 @@ class PhaseRunner:
 
     Args:
         runner: Runs steps on the pipeline.
+        divided: Whether layers are divided over replicas.
     """
 
-    def __init__(self, runner: StepOnStages) -> None:
+    def __init__(self, runner: StepOnStages, *, divided: bool) -> None:
         self._runner = runner
+        self._divided = divided
         self._exchanges: dict[Any, ValueExchange] = {}
 
     def find(self, of: StepOnBatch) -> list[StepOnBatch]:
@@ -91,7 +93,7 @@ class PhaseRunner:
         def take(result: Any, index: int) -> torch.Tensor:
             loss = loss_of(result)
             losses.append(loss.detach())
-            return to_be_differentiated(loss, weights[index], loss_scale)
+            return to_be_differentiated(loss, weights[index], loss_scale, runs_backward=self._divided)
 
         outcome: dict[str, Any] = {}
         error: Exception | None = None
