@@ -95,7 +95,7 @@ class NumberCheck:
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
             of = _without_form(place)
-            if any(bool(numbers[place].any()) for numbers in (*by_parts, *wholes, *of_parts) if place in numbers):
+            if not _are_roundings([each[place] for each in (*by_parts, *wholes, *of_parts) if place in each]):
                 self.untold.discard(place)
                 self._seen.add(of)
             elif of == place:
@@ -222,18 +222,30 @@ def _difference(
         return ""
     if not bool(torch.isfinite(ours).all()):  # as the deviation of a single sample, the mean over a mask of none
         return _in_words(place, ours[0], theirs[0], int((~torch.isfinite(ours)).any(0).int().argmax()))
+    of_each = [numbers[place] for numbers in of_parts if place in numbers]
+    if _are_roundings([*merged, *whole, *of_each]):
+        return ""
     difference = (ours.mean(0) - theirs.mean(0)).abs()
     chance = _RANDOM * (ours.amax(0) - ours.amin(0) + theirs.amax(0) - theirs.amin(0))
-    seen = [numbers[place].abs().max() for numbers in of_parts if place in numbers and numbers[place].numel()]
+    seen = [number.abs().max() for number in of_each if number.numel()]
     scale = max(_SMALLEST, *map(float, (ours.abs().max(), theirs.abs().max(), *seen)), _rounded(place, wholes))
     beyond = difference - chance - max(tolerance, _LEAST_TOLERANCE) * scale
     if not bool((beyond > 0).any()):
         return ""
-    are_rows = any(place in numbers and numbers[place].shape != whole[0].shape for numbers in of_parts)
+    are_rows = any(number.shape != whole[0].shape for number in of_each)
     few = _FEW_ROWS if tolerance < _LEAST_TOLERANCE else _FEW_ROUNDED_ROWS
     if are_rows and torch.equal(theirs, theirs.round()) and float((beyond > 0).float().mean()) < few:
         return ""  # such as which of two equal scores is the larger
     return _in_words(place, merged[0], whole[0], int(beyond.argmax()))
+
+
+def _are_roundings(numbers: Sequence[torch.Tensor]) -> bool:
+    """Whether they are 0, or what sums leave that cancel, as of a divergence from itself: some above and some below."""
+    found = [number for number in numbers if number.numel()]
+    return not any(bool(number.any()) for number in found) or (
+        all(float(number.abs().max()) < _SMALLEST for number in found)
+        and min(float(number.min()) for number in found) <= 0 <= max(float(number.max()) for number in found)
+    )
 
 
 def _in_words(place: str, ours: torch.Tensor, theirs: torch.Tensor, index: int) -> str:

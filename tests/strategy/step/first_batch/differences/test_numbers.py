@@ -53,3 +53,17 @@ def test_where_nothing_fits_a_number_stays_as_it_is():
     check = NumberCheck(Rules())
     assert check.find_rules([situation((1.0, 3.0), 9.0), situation((1.0, 2.0), 1.8)], 1e-6)
     assert check.rules.of(PLACE, 1.0, ask=False) is None
+
+
+def test_what_rounding_leaves_of_sums_that_cancel_tells_of_no_rule():
+    check = NumberCheck(Rules())
+    assert check.find_rules([situation((-8e-8, 4e-8), 4e-8)], 1e-5) == {}
+    assert check.untold == {PLACE}
+    assert check.find_rules([situation((1.0, 3.0), 2.0)], 1e-5) == {}
+    assert check.rules.of(PLACE, 1.0, ask=False) == "mean"
+
+
+def test_small_numbers_have_rules_too():
+    check = NumberCheck(Rules())
+    assert check.find_rules([situation((8e-8, 4e-8), 6e-8)], 1e-5) == {}
+    assert check.rules.of(PLACE, 1.0, ask=False) == "mean"
