@@ -508,7 +508,7 @@ def make_counter():
 
 
 class Calls(Base):
-    """Calls functions and methods that are given to it, which keep what they are told."""
+    """Calls functions and methods that are given to it, which keep what they are told; and sets others."""
 
     def __init__(self):
         super().__init__()
@@ -526,11 +526,20 @@ class Calls(Base):
         self.append(output.square().mean().item())
         self.meter(output.mean().item(), len(x))
         self.put(output)
+        self.chosen = self.twice if batch_idx % 2 else self.thrice
+        self.methods = {"update": self.meter.__self__.update, "chosen": self.chosen}
+
+    def twice(self, value):
+        return 2 * value
+
+    def thrice(self, value):
+        return 3 * value
 
     def found(self):
         meter = self.meter.__self__
         given = (self.put.args, self.put.keywords)
-        return plain([[each.found() for each in self.counters], self.table, meter, given])
+        chosen = self.chosen(1), self.methods["chosen"](1), self.methods["update"].__self__ is meter
+        return plain([[each.found() for each in self.counters], self.table, meter, given, chosen])
 
 
 def put_into(largest, output, kept):

@@ -24,7 +24,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from operator import is_, is_not
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimension
 from lightning_pfo.strategy.step.effects.tensors import LargeTensors, values_of
 
 _ABSENT = object()
+_MODULE = "named_modules()"
 _DEAR_BYTES = 4 * 2**20
 """More than that a batch's change of an attribute is not sent to other ranks."""
 
@@ -82,6 +83,7 @@ class Attributes:
         large: LargeTensors | None = None,
         meters: MutableMapping[Path, bool] | None = None,
     ) -> None:
+        self._owner = owner
         places = Places(owner, modules)
         self._containers = {path: (container, _copied(container)) for path, container in places.containers.items()}
         self._large = large
@@ -261,10 +263,29 @@ class Attributes:
 
     def _referring(self, value: Any) -> Any:
         """A value in which what was there at the begin of the batch stands as its place, as other ranks have it too."""
-        return _replaced(value, lambda part: At(self._paths[id(part)]) if id(part) in self._paths else part)
+
+        def place(part: Any) -> Any:
+            if not isinstance(part, MethodType):
+                return At(self._paths[id(part)]) if id(part) in self._paths else part
+            path = self._paths.get(id(part.__self__)) or self._path_of_module(part.__self__)
+            return part if path is None else At(path, part.__name__)
+
+        return _replaced(value, place)
 
     def _referred(self, value: Any) -> Any:
-        return _replaced(value, lambda part: self._holders.get(part.path) if isinstance(part, At) else part)
+        def found(part: Any) -> Any:
+            if not isinstance(part, At):
+                return part
+            is_module = part.path[:1] == (_MODULE,)
+            holder = self._owner.get_submodule(part.path[1]) if is_module else self._holders.get(part.path)
+            return getattr(holder, part.method, None) if part.method else holder
+
+        return _replaced(value, found)
+
+    def _path_of_module(self, holder: Any) -> Path | None:
+        names = (name for name, module in self._owner.named_modules() if module is holder)
+        name = next(names, None)
+        return None if name is None else (_MODULE, name)
 
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute, and classes that a step makes."""

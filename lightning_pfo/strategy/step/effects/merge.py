@@ -27,18 +27,19 @@ Changes = dict[Path, Change]
 
 
 class At:
-    """Stands for a container or an object that all ranks have had at a place."""
+    """Stands for a container or an object that all ranks have had at a place, or for a method of it."""
 
-    __slots__ = ("path",)
+    __slots__ = ("method", "path")
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, method: str = "") -> None:
         self.path = path
+        self.method = method
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, At) and other.path == self.path
+        return isinstance(other, At) and (other.path, other.method) == (self.path, self.method)
 
     def __hash__(self) -> int:
-        return hash(self.path)
+        return hash((self.path, self.method))
 
 
 class Merge:
