@@ -48,6 +48,7 @@ class StepOnBatch:
         memory: Of each microbatch the values that phases of the step have computed for later ones.
         phase: Which phase of the step it is.
         ends: Whether it is the last phase, which runs the step to its end.
+        is_of_phases: Whether it is the whole of a step that has several, which is run forward only.
         loader: Which of several loaders the batch is of.
         rows: What the batch before has left in rows.
         by_units: Whether all ranks run it in one piece, unit by unit; else stages do.
@@ -63,6 +64,7 @@ class StepOnBatch:
     memory: Sequence[dict[int, torch.Tensor]] = ()
     phase: int = 0
     ends: bool = True
+    is_of_phases: bool = False
     loader: int = 0
     rows: RowsLeft = field(default_factory=RowsLeft)
     by_units: bool = False

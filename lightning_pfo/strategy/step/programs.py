@@ -24,6 +24,7 @@ from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.left import Left
+from lightning_pfo.strategy.step.effects.within import runs_forward_only
 from lightning_pfo.strategy.step.signatures import signature_of
 from lightning_pfo.strategy.step.tracing import can_be_followed, place_of, trace_untouched
 from lightning_pfo.strategy.step.values import ALIKE, Prints
@@ -242,6 +243,8 @@ class Programs:
         if found is None or found[0][0][0].draws or found[0][0][0].selects:
             self._traced.append(key)
             trace = self._trace(step, seed, train)
+            if runs_forward_only():
+                trace.optimizing.clear()  # nothing is optimized, and it has no phases
             if whole is None:
                 found = [(programs, []) for programs in self._programs(trace, step, seed, train)]
             else:

@@ -182,7 +182,9 @@ class StepRunner:
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
         between = None if self.batching.joins_microbatches else between
         if between is not None:
-            *earlier_phases, of = self._phases.find(of)
+            whole, (*earlier_phases, of) = of, self._phases.find(of)
+            if earlier_phases:
+                self._first_looks.look(replace(whole, is_of_phases=True))
             for phase in earlier_phases:
                 with self._iterations.gathering(phase, average=average) as gathered:
                     with self._error_of_replicas(average):

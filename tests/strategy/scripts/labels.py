@@ -212,6 +212,7 @@ CASES = {
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
     "alternating": (Alternating, RAGGED * 2),
+    "twice": (Twice, RAGGED),
     "taking turns": (TakingTurns, RAGGED * 2),
     "changing": (Changing, [*RAGGED, *RAGGED[:BATCH]]),
     "mild": (Mild, [0, 1, 0, 2, 1, 0, 1, 1, *RAGGED]),
@@ -252,7 +253,7 @@ def trained(name, rank, num_ranks):
     devices = {"devices": 1}
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}
-        said_of_them = {"microbatch_weight": "tokens"} if make is Twice else {}
+        said_of_them = {"microbatch_weight": "tokens"} if name.startswith("replicas, twice") else {}
         strategy = PfoPipelineStrategy(
             num_microbatches=4 // replicas, data_parallel_size=replicas, **divided, **said_of_them
         )

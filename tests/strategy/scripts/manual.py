@@ -321,6 +321,13 @@ class Gan(Module):
         return [torch.optim.Adam(part.parameters(), 0.02) for part in (self.net, self.judge)]
 
 
+class AddsUp(Gan):
+    """Adds a loss of its second phase up over samples."""
+
+    def bce(self, logits, label):
+        return super().bce(logits, label) * (1 if label else len(logits))
+
+
 class ReusesFake(Gan):
     """Samples of the first phase are used in the second; the generator is looked at through what it was."""
 
@@ -917,6 +924,7 @@ EQUAL = {
 REFUSED = {
     **{k.__name__: (k, {}) for k in (Clips, Backward, Counts, Decides, ByHand, Hides, Stale)},
     **{k.__name__: (k, {}) for k in (Couples, Lbfgs, Sam, DecidesByValues, DecidesInPhases, SumsInPlace)},
+    "AddsUp": (AddsUp, {}),
     "Gan, profile": (Gan, {"partition": "profile"}),
     "Gan, joins": (Gan, {"schedule": "gpipe", "loss_over": "batch"}),
 }

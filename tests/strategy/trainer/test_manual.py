@@ -50,6 +50,7 @@ REFUSED = {
     "Sam": ["Optimizer calls its closure several times", "with other weights", "self.optimizers().step(closure)"],
     "Backward": ["self.loss(batch).backward()", "Call self.manual_backward(loss)"],
     "Couples": ["No weights of the microbatches explain that", "loss_over='batch'"],
+    "AddsUp": ["but a pipeline trains on the mean of its microbatches' losses", "No weights of the microbatches"],
     "Counts": ["In manual optimization, `training_step` must either return a Tensor"],
     "Stale": ["before it changed the weights", "self.manual_backward(self.bce(", "opt_g.step()", "x.detach()"],
     "Gan, profile": ["has several, or calls", "partition='parameters'"],
@@ -147,6 +148,8 @@ def test_a_first_batch_runs_before_training(runs, number):
     assert "did not run" not in runs(number, first=True)[0]["output"]
 
 
-@pytest.mark.parametrize("number", FIRST)
-def test_users_are_told_once_that_losses_of_phases_are_not_compared(runs, number):
-    assert runs(number, first=True)[0]["output"].count("optimizes several times in a batch trains on the means") == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("number", FURTHER)
+def test_of_phases_that_do_not_run_in_one_users_are_told_once(runs, number):
+    said = runs(number)[0]["output"].count("as forward only it does not run in one")
+    assert said == int(number > 1)  # critics look at what the generator makes after what they have said

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 _under_way: list[bool] = []
 _without_replicas: list[None] = []
 _by_units: list[None] = []
+_forward_only: list[None] = []
 
 
 class step_under_way:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
@@ -80,6 +81,21 @@ def step_by_units() -> Iterator[None]:
 def runs_by_units() -> bool:
     """Whether that context is open."""
     return bool(_by_units)
+
+
+@contextmanager
+def step_forward_only() -> Iterator[None]:
+    """Say that steps are run to compare what they come to, while the context is open: nothing is optimized."""
+    _forward_only.append(None)
+    try:
+        yield
+    finally:
+        _forward_only.pop()
+
+
+def runs_forward_only() -> bool:
+    """Whether that context is open."""
+    return bool(_forward_only)
 
 
 @contextmanager

@@ -66,10 +66,3 @@ class FirstLooks:
         )
         if said:
             warn_once(said)
-        if of.phase and self._comparison is not None and len(of.parts) > 1:
-            warn_once(
-                "A step that optimizes several times in a batch trains on the means of its microbatches' losses, "
-                "and nothing compares these with the loss of the whole batch: let losses, and what is logged, be means "
-                "over samples (no reduction='sum', nothing that compares samples, or weighs losses by gradients). "
-                "With num_microbatches=1 and schedule='gpipe' all is that of one device."
-            )

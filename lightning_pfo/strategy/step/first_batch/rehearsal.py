@@ -19,6 +19,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
+from lightning_pfo.strategy.step.effects.within import step_forward_only
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.rounding import rounds_products, tolerance_of, types_noted
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, Slopes
@@ -36,6 +37,12 @@ _LACKS_GRADIENTS = (
 )
 """What torch, or we, say where nothing has gradients."""
 _CANCELS_OUT = 8  # so much smaller is what rounding makes of such a loss, see `Rehearsal.tolerances`
+_OF_PHASES = (
+    "A step that optimizes several times in a batch trains on the means of its microbatches' losses, and nothing "
+    "compares these with the loss of the whole batch, as forward only it does not run in one: let losses, and what is "
+    "logged, be means over samples (no reduction='sum', nothing that compares samples, or weighs losses by gradients). "
+    "With num_microbatches=1 and schedule='gpipe' all is that of one device. {problem}"
+)
 _LARGEST_BYTES = 256 * 2**20  # of outputs of the model that are held; of larger ones, fewer microbatches are compared
 
 
@@ -226,7 +233,10 @@ class Rehearsal:
         run, problem = self._try(first, parts, draw, whole, evaluates=evaluates)
         if problem:
             what = "as one batch" if len(parts) == 1 else "by microbatches"
-            if first.kind == "train" and self._engine.is_speaker and not self._is_silent:
+            is_told = first.kind == "train" and self._engine.is_speaker and not self._is_silent
+            if is_told and first.is_of_phases:
+                warn_once(_OF_PHASES.format(problem=problem))
+            elif is_told:
                 warn_once(
                     f"A batch did not run forward {what} before training, so its loss is not compared with the mean of "
                     f"its microbatches' losses, which a pipeline trains on. {problem}"
@@ -263,7 +273,7 @@ class Rehearsal:
             problem, before = "", self._runner.layers.numbers()
             dtypes: set[torch.dtype] = set()
             try:
-                with types_noted(dtypes), self.precise():
+                with types_noted(dtypes), self.precise(), step_forward_only():
                     programs = self._runner.run(
                         "compare" if is_training else first.kind,
                         partial(first.of_part, parts),

@@ -21,7 +21,7 @@ from lightning_pfo.strategy.model.tracing.tracked import current_run, following,
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.step.effects.outward.calls import Call, note_call, with_values
-from lightning_pfo.strategy.step.effects.within import step_ends_here
+from lightning_pfo.strategy.step.effects.within import runs_forward_only, step_ends_here
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
 from lightning_pfo.strategy.trainer.manual.settings import Moment, RunSettings
 
@@ -209,9 +209,9 @@ class ManualRun:
 
     def _note(self, do: Do, *args: Any, changed: Iterable[nn.Parameter] = (), **kwargs: Any) -> None:
         self._note_settings()
-        parameters = list(changed)
+        parameters = [] if runs_forward_only() else list(changed)
         if parameters or (self._losses and do.name in (*_OF_OPTIMIZERS, "clip_gradients")):
-            self._acted = True
+            self._acted = not runs_forward_only()
             _tell(None, parameters)
         self._note_one(do, *args, **kwargs)
 
@@ -292,7 +292,8 @@ class ManualRun:
             if self._is_past():
                 return loss
             self._note(Do(which, "step", **kwargs), changed=parameters)
-            self._look_out().step(parameters)
+            if not runs_forward_only():  # then all phases are one
+                self._look_out().step(parameters)
             if isinstance(optimizer, LightningOptimizer):
                 self._targets.progress.completed += 1  # which is `trainer.global_step`
             return loss
