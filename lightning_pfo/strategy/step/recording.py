@@ -186,7 +186,8 @@ class LogRecorder:
 
     def mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the batch: the weighted mean of the microbatches' losses, or their sum if weights say so."""
-        return self._mean([(index, loss.detach()) for index, loss in enumerate(losses)], is_loss=True)
+        mean = self._mean([(index, loss.detach()) for index, loss in enumerate(losses)], is_loss=True)
+        return mean.to(losses[0].dtype)
 
     def _arguments_of(self, key: tuple[str, int], rules: Rules) -> dict[str, Any]:
         """What is said beside the value; a `batch_size` may be counted in each microbatch, or be a constant."""

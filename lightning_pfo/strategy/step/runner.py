@@ -16,6 +16,7 @@ from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
+from lightning_pfo.strategy.model.reach.metrics import type_of_logged
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
@@ -211,7 +212,6 @@ class StepRunner:
             outcome, results, gradients = self._run_again(of, run)
         loss = outcome["loss"]
         if loss is not None:
-            loss = loss.to(torch.get_default_dtype())
             if is_first:
                 refuse_nan(engine, self.owner, batch, loss, results)
             self._is_first_batch = False  # a batch that is skipped is none
@@ -433,7 +433,7 @@ class StepRunner:
         if train and self._means is not None:
             logged = logged_by_any(logged, self.engine.device, self._means.hosts)
         for name, place, has_value, arguments, number in logged:
-            value: Any = number.to(torch.get_default_dtype())
+            value: Any = number.to(type_of_logged())
             if place is not None:
                 metric = metric_at(self.owner, place)
                 set_batch_value(metric, value if has_value else None)

@@ -40,15 +40,19 @@ class Module(PlainModule):
         for name in frozen:
             self.get_submodule(name).requires_grad_(False)
         self.history["scale"] = []
+        self.history["logged"] = []
         self.history["held"] = set()
         self.old_gradient = lambda: None
 
     def training_step(self, batch, batch_idx):
         self.history["held"].add(self.old_gradient() is not None)
+        self.log_dict({"tokens": 12345.0 + batch_idx, "number": torch.tensor(70001.0, dtype=torch.float32)})
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         super().on_train_batch_end(outputs, batch, batch_idx)
+        logged = [float(self.trainer.callback_metrics[name]) for name in ("tokens", "number")]
+        self.history["logged"].append([*logged, str(outputs["loss"].dtype)])
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if gradients:
             self.old_gradient = weakref.ref(gradients[0])
@@ -306,7 +310,7 @@ def fit(name, where):
     tensors = [*module.named_parameters(), *module.named_buffers()]
     weights = {n: whole(p).double().flatten().tolist() for n, p in tensors if not p.is_meta}
     dtypes = sorted({str(p.dtype) for p in module.parameters()})
-    histories = {key: module.history.get(key) for key in ("train", "val", "scale", "norms")}
+    histories = {key: module.history.get(key) for key in ("train", "val", "scale", "norms", "logged")}
     return {**histories, "held": sorted(module.history["held"]), "weights": weights, "dtypes": dtypes}
 
 

@@ -60,6 +60,7 @@ def check(folder, name, tolerance):
         assert seen["val"] == pytest.approx(single["val"], abs=tolerance)
         assert seen["scale"] == single["scale"]
         assert seen["dtypes"] == single["dtypes"]
+        assert seen["logged"] == single["logged"]
     weights = ranks[0]["weights"] | ranks[1]["weights"]
     assert set(weights) == set(single["weights"])
     for key, values in single["weights"].items():

@@ -27,6 +27,12 @@ _OF_TENSORS = ("callback_metrics", "logged_metrics")
 _ABSENT = object()
 
 
+def type_of_logged() -> torch.dtype:
+    """That in which Lightning keeps numbers that are logged: the default, where that is not narrower than float32."""
+    default = torch.get_default_dtype()
+    return default if default in (torch.float32, torch.float64) else torch.float32
+
+
 def metrics_set_of(owner: Any, is_named: Callable[[str], bool]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The Trainer's dicts of metrics that a step names, which it may write into, and how they are told.
 
@@ -76,7 +82,7 @@ class _Shown(dict[str, Any]):
                 if isinstance(value, (int, float)):
                     value = plain_number(value)  # a trace need not follow what is only logged
                 value = value.detach().clone().reshape(()) if isinstance(value, torch.Tensor) else torch.tensor(value)
-                value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+                value = value if value.is_floating_point() else value.to(type_of_logged())
             for key in {of_step} if self.of_loggers else {name, of_step}:
                 self.before.setdefault(key, super().get(key, _ABSENT))
                 self[key] = value
