@@ -128,6 +128,10 @@ class Padded(Shifted):
         return cross_entropy(logits, labels, ignore_index=PADDING)
 
 
+class PaddedBeside(Padded):
+    """Has labels beside, over which its loss is no mean."""
+
+
 class Masked(Named):
     """Has a mask, over which it takes a mean by hand."""
 
@@ -199,7 +203,8 @@ def samples(numbers_of_gaps, make):
             {"others": labels.where(torch.rand(LENGTH, generator=generator) < 0.4, -100)} if make is TakingTurns else {}
         )
         named |= {"length": torch.tensor(LENGTH - gaps)} if make is Measured else {}
-        yield (labels, x) if issubclass(make, Shifted) else named
+        beside = torch.where(torch.rand(LENGTH, generator=generator) < 0.5, labels, -100)
+        yield (labels, x, beside) if make is PaddedBeside else (labels, x) if issubclass(make, Shifted) else named
 
 
 RAGGED = [0, 1, 4, 5, 6, 6, 2, 0, 3, 3, 1, 5, 0, 0, 2, 4, 4, 1, 0, 3]
@@ -226,6 +231,7 @@ CASES = {
     "measured, alike at first": (Measured, [2] * BATCH + RAGGED),
     "by class": (ByClass, [min(gaps, 5) for gaps in RAGGED]),
     "padded later": (Padded, [0] * BATCH * 2 + [min(gaps, 4) for gaps in RAGGED]),
+    "padded later, beside others": (PaddedBeside, [0] * BATCH * 2 + [min(gaps, 4) for gaps in RAGGED]),
     "by class, padded later": (ByClass, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "masked later": (Masked, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),

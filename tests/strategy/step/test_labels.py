@@ -37,7 +37,14 @@ WITHOUT_GAPS = {
 
 
 NOT_LABELS = ["measured", "measured, alike at first", "masked, alike at first"]
-LATER = ["none at first", "padded later", "masked later", "by class, padded later", "reweighted"]
+LATER = [
+    "none at first",
+    "padded later",
+    "padded later, beside others",
+    "masked later",
+    "by class, padded later",
+    "reweighted",
+]
 """Batches tell later."""
 
 
@@ -60,6 +67,12 @@ def test_losses_and_values_are_those_of_one_device(one_device, ranks, case):
         assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
         assert found[case]["values"] == pytest.approx(one_device[case]["values"], rel=2e-5)
         assert not [text for text in found[case]["said"] if OTHER in text or "Numbers" in text]
+
+
+def test_padding_that_comes_later_counts_beside_labels_of_which_the_loss_is_no_mean(one_device, ranks):
+    case = "padded later, beside others"
+    for found in ranks:
+        assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=2e-5)
 
 
 @pytest.mark.parametrize("case", ["weighted in bf16", "weighted, all of bf16"])

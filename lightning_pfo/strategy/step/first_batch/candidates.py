@@ -75,7 +75,9 @@ def _may_be_weights(leaf: torch.Tensor) -> bool:
 
 
 def _paddings(leaf: torch.Tensor) -> list[float]:
-    """The values of a leaf that may have no part in a loss; none where all would have none."""
+    """The values of a leaf that may have no part in a loss; none where all would have none, and 0 of a full mask."""
+    if bool((leaf == 1).all()):
+        return [0.0]
     ((end, _),) = Counter(leaf[..., -1].flatten().tolist()).most_common(1)
     values = dict.fromkeys((end, leaf.min().item(), leaf.max().item()))
     return [float(value) for value in values if not bool((leaf == value).all())]
@@ -96,7 +98,7 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     """Give microbatches other numbers of labels, where some have no part in a loss already, and other weights.
 
     In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too,
-    as do masks; of weights and lengths half is left.
+    as do masks; of weights, lengths and targets a half or less is left, of each kind another share, where it can be.
 
     Args:
         batch: The batch.
@@ -113,10 +115,12 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     before = [list(map(kind.number_in, each)) for kind, each in tensors]
     for number, (kind, (_, *of_parts)) in enumerate(tensors):
         for part in of_parts[number % 2 :: 2]:
-            if not kind.are_weights or bool(((part == 0) | (part == 1)).all()):
+            if not kind.are_weights or part.dtype == torch.bool:
                 _take_away(part, kind.ignored if not kind.are_weights else 0)
+            elif part.dim() > 1 and bool(((part == 0) | (part == 1)).all()):
+                _take_targets_away(part, 2 + number // 2)
             elif part.is_floating_point():
-                part.mul_(0.5)
+                part.mul_(1 / (2 + number))  # of others that were alike another share is left
             else:
                 part.sub_(part.clamp(min=0) // 2)  # of what is 1 nothing
     less = [
@@ -127,7 +131,16 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
 
 
 def _may_be_changed(labels: Labels, found: torch.Tensor) -> bool:
-    return labels.are_weights or bool((found == labels.ignored).any())
+    return labels.are_weights or bool((found == labels.ignored).any() or (not labels.ignored and (found == 1).all()))
+
+
+def _take_targets_away(targets: torch.Tensor, period: int) -> None:
+    """Leave the last target of each row, and none but in the first of so many rows."""
+    _take_away(targets, 0)
+    if targets.shape[-1] > 1:
+        targets[..., :1] = 0
+    is_left = torch.arange(len(targets), device=targets.device) % period == 0
+    targets[~is_left] = 0
 
 
 def _take_away(label: torch.Tensor, ignored: float) -> None:

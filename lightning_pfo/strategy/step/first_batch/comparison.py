@@ -128,7 +128,7 @@ class Comparison:
         if is_telling:
             self._asked[source] = self._number_trained
             if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
-                self._runner.rules.weigh_by(source, None)
+                self._runner.rules.weigh_by(source, None, self._runner.rules.ignored)
 
     def _is_again_due(self, source: Source) -> bool:
         """Whether losses and numbers of a step may be others by now, or there was nothing to tell by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,6 +43,7 @@ class KnownRules:
         self._labels: dict[Source, Labels | None] = {}
         self._of_ways: dict[tuple[Source, int], Labels | None] = {}
         self._was_found: set[Source] = set()
+        self._refuted: defaultdict[Source, set[int]] = defaultdict(set)
         self._masks: defaultdict[Source, set[str]] = defaultdict(set)
         self.ways: set[int] = set()
         """How losses of training steps were made so far, see `way_of`."""
@@ -77,9 +78,15 @@ class KnownRules:
         """Whether some losses of a step are known to be means over these labels; None: over samples."""
         return any(of == source and chosen == labels for (of, _), chosen in self._of_ways.items())
 
-    def knows_labels(self, source: Source) -> bool:
-        """Whether somebody has found out if losses and numbers are means over labels or over samples."""
-        return source in self._labels
+    def knows_labels(self, source: Source, ignored: Collection[int]) -> bool:
+        """Whether somebody has found out if losses and numbers are means over labels or over samples.
+
+        Args:
+            source: The step and the loader.
+            ignored: Labels of a batch that may have no part: if they are means over samples, were all of these tried?
+        """
+        is_known = source in self._labels
+        return is_known and (self._labels[source] is not None or self._refuted[source].issuperset(ignored))
 
     def asks_for_labels(self, source: Source) -> bool:
         """Whether nobody knows yet if numbers are means over labels or over samples, where that is to be found out."""
@@ -92,7 +99,9 @@ class KnownRules:
         if source not in self._labels:
             return self.ignored
         known = self._labels[source]
-        has_no_padding_yet = known is not None and known.class_weights and known.ignored == IGNORED_LABEL
+        if known is None:  # none of those that batches had so far
+            return self.ignored - self._refuted[source]
+        has_no_padding_yet = known.class_weights and known.ignored == IGNORED_LABEL
         return self.ignored - {IGNORED_LABEL} if has_no_padding_yet else set()
 
     def tells_of_labels(self, of: StepOnBatch) -> bool:
@@ -112,9 +121,16 @@ class KnownRules:
         found += [Labels(path, False, 0) for path in masks]
         return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
 
-    def weigh_by(self, source: Source, labels: Labels | None) -> None:
-        """Let microbatches count by their labels from now on; None: by what was said."""
+    def weigh_by(self, source: Source, labels: Labels | None, ignored: Iterable[int] = ()) -> None:
+        """Let microbatches count by their labels from now on.
+
+        Args:
+            source: The step and the loader.
+            labels: The labels; None: by what was said.
+            ignored: Labels without a part that the batch has, by which it was told.
+        """
         self._labels[source] = labels
+        self._refuted[source].update(ignored)
         self._was_found.add(source)
 
     def weights(self, source: Source, parts: Sequence[Any], sizes: Sequence[int], way: int = 0) -> tuple[float, ...]:

@@ -97,16 +97,17 @@ class LabelChoice:
         """
         rules, tell = self._rules, self._rehearsal.tell
         before = rules.labels(of.source)
+        shifts = self._batching.shifted_labels
+        found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
+        told = [labels for each in tell(found) for labels in each]
+        ignored = {int(labels.ignored) for labels in told}
         # replicas may have found out by themselves, each by other samples
-        known = tell((rules.knows_labels(of.source), before))
+        known = tell((rules.knows_labels(of.source, ignored), before))
         is_known = all(is_known for is_known, _ in known)
         if self._batching.microbatch_weight != "auto" or not any(
             tell(bool(pairs) and (not is_known or distance(pairs) > 0))
         ):
             return []
-        shifts = self._batching.shifted_labels
-        found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
-        told = [labels for each in tell(found) for labels in each]
         candidates = list(dict.fromkeys((*(labels for _, labels in known), *told, None)))
         tried = [self._tried(_Tried(of, parts, pairs), candidates, distance)]
         others, alike = list[Labels](), list[Labels]()
@@ -137,7 +138,7 @@ class LabelChoice:
         is_news = is_other and not rules.has_chosen(of.source, candidates[best])
         tells = any(apart for apart, each in zip(distances, candidates, strict=False) if each in likely or others)
         if is_other or (tells and distances[best] == 0):
-            rules.weigh_by(of.source, candidates[best])
+            rules.weigh_by(of.source, candidates[best], ignored)
         if is_news and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
         return [pair for others in tried[1:] for pair in others.pairs]

@@ -137,11 +137,28 @@ def test_weights_and_lengths_are_halved_in_every_second_microbatch():
     assert batch["lengths"].tolist() == [1, 1, 3, 2]
 
 
-def test_masks_without_gaps_get_some():
-    batch = {"mask": torch.ones(4, 3)}
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_masks_without_gaps_get_some(dtype):
+    batch = {"mask": torch.ones(4, 3, dtype=dtype)}
+    found = labels_without_gaps(batch, nn.Identity())
+    assert found[0] == Labels("batch['mask']", False, 0.0)
+    assert take_labels_away(batch, split_batch(batch, 2).parts, found)
+    assert batch["mask"].tolist() == [[1, 0, 1]] * 2 + [[1, 1, 1]] * 2
+
+
+def test_targets_of_several_classes_get_fewer():
+    batch = {"targets": torch.tensor([[0.0, 1.0, 1.0]]).repeat(4, 1)}
+    found = labels_without_gaps(batch, nn.Identity())
+    assert take_labels_away(batch, split_batch(batch, 2).parts, found)
+    assert batch["targets"].tolist() == [[0, 0, 1], [0, 0, 0], [0, 1, 1], [0, 1, 1]]
+
+
+def test_weights_that_were_alike_are_told_apart():
+    batch = {"ones": torch.ones(4), "others": torch.ones(4), "third": torch.ones(4)}
     parts = split_batch(batch, 2)
-    assert take_labels_away(batch, parts.parts, [Labels("batch['mask']", False, are_weights=True)])
-    assert batch["mask"].tolist() == [[1.0, 0.0, 1.0]] * 2 + [[1.0, 1.0, 1.0]] * 2
+    found = labels_without_gaps(batch, nn.Identity())
+    assert take_labels_away(batch, parts.parts, found)
+    assert len({shares_of(labels.counts(parts.parts), parts.sizes) for labels in found}) == len(found)
 
 
 def test_tokens_and_images_are_no_weights():
