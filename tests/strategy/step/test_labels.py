@@ -40,7 +40,6 @@ NOT_LABELS = ["measured", "measured, alike at first", "masked, alike at first"]
 LATER = [
     "none at first",
     "padded later",
-    "padded later, beside others",
     "masked later",
     "by class, padded later",
     "reweighted",
