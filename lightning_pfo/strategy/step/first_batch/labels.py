@@ -2,8 +2,8 @@
 
 Those that are not -100 are likeliest. Where they do not give it, others may, if they do so exactly: those that are no
 padding or not masked, classes by their weights. Microbatches of a batch may have as many labels each, or losses that
-hardly tell. So the batch is run once more with few labels in some of them, where others have no part already; of
-gradients too, if losses say nothing then.
+hardly tell. So the batch is run once more with few labels in some of them, where others have no part already, and other
+weights, lengths and masks, where these explain it as well; of gradients too, if losses say nothing then.
 """
 
 from __future__ import annotations
