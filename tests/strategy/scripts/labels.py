@@ -161,6 +161,15 @@ class Measured(Masked):
         return cross_entropy(self.layers(x).mT, labels, reduction="sum") / length.sum()
 
 
+class Twofold(Masked):
+    """Has the sum of a mean over labels and of another over as many positions of a mask."""
+
+    def loss(self, x, labels):
+        labels, mask = labels
+        outputs = self.layers(x)
+        return cross_entropy(outputs.mT, labels) + (outputs.square().mean(-1) * mask).sum() / mask.sum()
+
+
 class ByClass(Named):
     """Has classes of other weights, and a padding that has no part."""
 
@@ -227,6 +236,7 @@ CASES = {
     "weighted": (Weighted, RAGGED),
     "weighted in bf16": (Weighted, RAGGED),
     "weighted, all of bf16": (Weighted, RAGGED),
+    "twofold": (Twofold, [min(gaps, 5) for gaps in RAGGED]),
     "measured": (Measured, RAGGED),
     "measured, alike at first": (Measured, [2] * BATCH + RAGGED),
     "by class": (ByClass, [min(gaps, 5) for gaps in RAGGED]),

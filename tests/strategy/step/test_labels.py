@@ -36,7 +36,7 @@ WITHOUT_GAPS = {
 }
 
 
-NOT_LABELS = ["measured", "measured, alike at first", "masked, alike at first"]
+NOT_LABELS = ["twofold", "measured", "measured, alike at first", "masked, alike at first"]
 LATER = [
     "none at first",
     "padded later",

@@ -141,7 +141,9 @@ class LabelChoice:
             rules.weigh_by(of.source, candidates[best], ignored)
         if is_news and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
-        return [pair for others in tried[1:] for pair in others.pairs]
+        # where the batch itself tells, one with fewer need not be one that there is: of two masks one has changed
+        is_told = any(tried[0].distances) and not tried[0].distances[best]
+        return [pair for other in tried[1:] if not (is_told and other.explains_nothing) for pair in other.pairs]
 
     def _others_that_explain(self, ran: Iterable[_Tried], distance: Distance) -> list[Labels]:
         """Labels without -100 by which microbatches come to what one device has, in all that were run."""
