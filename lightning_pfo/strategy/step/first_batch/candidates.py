@@ -16,6 +16,7 @@ from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, NAMES, La
 
 _MOST_LEAVES = 32  # of a batch that are looked at
 _MOST_CLASSES = 2**12  # that weights are looked for of
+_MOST_BITS = 6
 _MOST_DIMENSIONS = 2  # of weights that are no mask
 
 
@@ -97,7 +98,7 @@ def _class_weights(owner: nn.Module) -> Iterator[tuple[float, ...]]:
 def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels]) -> bool:
     """Give microbatches other numbers of labels, where some have no part in a loss already, and other weights.
 
-    In every second microbatch, of two kinds of labels in the others, rows keep their last label and have it first too,
+    In some microbatches, for each kind of labels in others, rows keep their last label and have it first too,
     as do masks; of weights, lengths and targets a half or less is left, of each kind another share, where it can be.
 
     Args:
@@ -114,7 +115,7 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     tensors = [(kind, each) for kind, each in tensors if _may_be_changed(kind, each[0])]
     before = [list(map(kind.number_in, each)) for kind, each in tensors]
     for number, (kind, (_, *of_parts)) in enumerate(tensors):
-        for part in of_parts[number % 2 :: 2]:
+        for part in _changed(of_parts, number):
             if not kind.are_weights or part.dtype == torch.bool:
                 _take_away(part, kind.ignored if not kind.are_weights else 0)
             elif part.dim() > 1 and bool(((part == 0) | (part == 1)).all()):
@@ -128,6 +129,15 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
         for (kind, each), of_each in zip(tensors, before, strict=True)
     ]
     return any(of_batch for of_batch, *_ in less) and all(math.isclose(each[0], sum(each[1:])) for each in less)
+
+
+def _changed(parts: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
+    """The microbatches that a kind of labels is changed in: every second one, and of further kinds others."""
+    bits = min(len(parts), _MOST_BITS)
+    every_second = [sum(1 << bit for bit in range(first, bits, 2)) for first in (0, 1)]
+    patterns = list(dict.fromkeys((*every_second, *range(1, 2**bits - 1))))
+    pattern = patterns[number % len(patterns)]
+    return [part for index, part in enumerate(parts) if pattern >> index % bits & 1]
 
 
 def _may_be_changed(labels: Labels, found: torch.Tensor) -> bool:
