@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 _under_way: list[bool] = []
 _without_replicas: list[None] = []
 _by_units: list[None] = []
 _forward_only: list[None] = []
+
+
+@contextmanager
+def _noted(open_ones: list[None]) -> Iterator[None]:
+    open_ones.append(None)
+    try:
+        yield
+    finally:
+        open_ones.pop()
 
 
 class step_under_way:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
@@ -68,14 +77,9 @@ def number_in_step(number: int) -> int:
     return number if step_ends_here() else Elsewhere(number)
 
 
-@contextmanager
-def step_by_units() -> Iterator[None]:
+def step_by_units() -> AbstractContextManager[None]:
     """Say that all ranks run the step that is under way, in one piece, while the context is open."""
-    _by_units.append(None)
-    try:
-        yield
-    finally:
-        _by_units.pop()
+    return _noted(_by_units)
 
 
 def runs_by_units() -> bool:
@@ -83,14 +87,9 @@ def runs_by_units() -> bool:
     return bool(_by_units)
 
 
-@contextmanager
-def step_forward_only() -> Iterator[None]:
+def step_forward_only() -> AbstractContextManager[None]:
     """Say that steps are run to compare what they come to, while the context is open: nothing is optimized."""
-    _forward_only.append(None)
-    try:
-        yield
-    finally:
-        _forward_only.pop()
+    return _noted(_forward_only)
 
 
 def runs_forward_only() -> bool:
@@ -98,14 +97,9 @@ def runs_forward_only() -> bool:
     return bool(_forward_only)
 
 
-@contextmanager
-def without_replicas() -> Iterator[None]:
+def without_replicas() -> AbstractContextManager[None]:
     """Log while the context is open what other replicas may not: those that have no further batch to evaluate."""
-    _without_replicas.append(None)
-    try:
-        yield
-    finally:
-        _without_replicas.pop()
+    return _noted(_without_replicas)
 
 
 def logs_without_replicas() -> bool:
