@@ -150,6 +150,15 @@ class Weighted(Masked):
         return batch["x"], (batch["labels"], batch["weights"][:, None].expand(-1, LENGTH))
 
 
+class WeightedNarrowly(Weighted):
+    """Has a loss in the type of its layers, which rounds to 0.4 %."""
+
+    def loss(self, x, labels):
+        labels, weights = labels
+        weights = weights.to(x.dtype)
+        return (cross_entropy(self.layers(x).mT, labels, reduction="none") * weights).sum() / weights.sum()
+
+
 class Measured(Masked):
     """Has lengths, by which it divides."""
 
@@ -204,7 +213,7 @@ def samples(numbers_of_gaps, make):
         mask, weights = torch.arange(LENGTH) < LENGTH - gaps, torch.tensor(1.0 + gaps)
         if issubclass(make, (Padded, ByClass)):
             labels = torch.where(mask, labels.clamp(min=PADDING + 1), getattr(make, "PADDING", PADDING))
-        elif make not in (Masked, Weighted):
+        elif make not in (Masked, Weighted, WeightedNarrowly):
             labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
         named = {"x": x, "labels": labels} | ({"mask": mask, "weights": weights} if issubclass(make, Masked) else {})
@@ -236,6 +245,12 @@ CASES = {
     "weighted": (Weighted, RAGGED),
     "weighted in bf16": (Weighted, RAGGED),
     "weighted, all of bf16": (Weighted, RAGGED),
+    "named, all of bf16": (Named, RAGGED),
+    "shifted, all of bf16": (Shifted, [min(gaps, 4) for gaps in RAGGED]),
+    "padded, all of bf16": (Padded, [min(gaps, 4) for gaps in RAGGED]),
+    "weighted narrowly, all of bf16": (WeightedNarrowly, RAGGED),
+    "measured, all of bf16": (Measured, RAGGED),
+    "by class, all of bf16": (ByClass, [min(gaps, 5) for gaps in RAGGED]),
     "twofold": (Twofold, [min(gaps, 5) for gaps in RAGGED]),
     "measured": (Measured, RAGGED),
     "measured, alike at first": (Measured, [2] * BATCH + RAGGED),
@@ -275,7 +290,7 @@ def trained(name, rank, num_ranks):
         )
         devices = {"devices": num_ranks, "strategy": strategy}
     precision = "bf16-mixed" if name in ("mild", "weighted in bf16") else "32-true"
-    precision = "bf16-true" if name == "weighted, all of bf16" else precision
+    precision = "bf16-true" if name.endswith("all of bf16") else precision
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=2, precision=precision, use_distributed_sampler=False, **devices, **QUIET
     )

@@ -36,6 +36,17 @@ WITHOUT_GAPS = {
 }
 
 
+NARROW = {
+    "named": "labels that are not -100 (batch['labels'])",
+    "shifted": "labels that are not -100 (batch[0], without the first of each sequence)",
+    "padded": "labels that are not 1 (batch[0], without the first of each sequence)",
+    "weighted narrowly": "weights or lengths (batch['weights'])",
+    "measured": "weights or lengths (batch['length'])",
+    "by class": "labels, weighted by class (batch['labels'])",
+}
+"""Losses whose own type rounds much."""
+
+
 NOT_LABELS = ["twofold", "measured", "measured, alike at first", "masked, alike at first"]
 LATER = [
     "none at first",
@@ -79,6 +90,17 @@ def test_rounding_of_layers_hides_no_weights(one_device, ranks, case):
     for found in ranks:
         assert found[case]["losses"] == pytest.approx(one_device[case]["losses"], rel=3e-3)
         assert not [text for text in found[case]["said"] if OTHER in text or "put together" in text]
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_rounding_of_losses_hides_not_what_they_are_means_over(one_device, ranks, case):
+    name, precise = f"{case}, all of bf16", one_device[case.removesuffix(" narrowly")]
+    for found in ranks:
+        assert found[name]["losses"] == pytest.approx(precise["losses"], rel=1e-2)
+        assert found[name]["values"] == pytest.approx(precise["values"], rel=1e-2)
+        assert not [text for text in found[name]["said"] if OTHER in text or "put together" in text]
+    for kind in ("train", "validation"):
+        assert f"Microbatches count by their {NARROW[case]} in {kind} steps." in ranks[0][name]["said"]
 
 
 def test_which_labels_count_is_said_once_by_the_first_rank(ranks):

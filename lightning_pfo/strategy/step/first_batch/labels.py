@@ -27,8 +27,10 @@ from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 
 _log = logging.getLogger(__name__)
+HowFar = Callable[[Sequence[Pair], Sequence[float]], int]
+"""How far from one device that is to which microbatches have come: beyond how many of some tolerances."""
 Distance = Callable[[Sequence[Pair]], float]
-"""How far from one device that is to which microbatches have come; 0: by no more than rounding."""
+"""The same by those that rounding explains; 0: by no more than that."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class LabelChoice:
         self._divided = divided
 
     def choose(
-        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], distance: Distance, number: int = 0
+        self, of: StepOnBatch, parts: Microbatches, pairs: Sequence[Pair], how_far: HowFar, number: int = 0
     ) -> list[Pair]:
         """Choose weights; a collective call of all who run the batch.
 
@@ -89,13 +91,14 @@ class LabelChoice:
             of: The batch.
             parts: The microbatches that were run.
             pairs: What has come of them, on the last rank; it is weighed anew.
-            distance: How far from one device that is.
+            how_far: How far from one device that is.
             number: That of a batch before which, or in which, others may have had wrong weights; 0: they had not.
 
         Returns:
             What else was run to find out, on the last rank.
         """
         rules, tell = self._rules, self._rehearsal.tell
+        distance = _by(how_far, self._rehearsal.tolerances())
         before = rules.labels(of.source)
         shifts = self._batching.shifted_labels
         found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
@@ -131,7 +134,7 @@ class LabelChoice:
         distances = [sum(each) for each in zip(*(each.distances for each in tried if each.distances), strict=True)]
         # what is less likely explains it, or does not
         distances = [a and (a if each in likely else math.inf) for a, each in zip(distances, candidates, strict=False)]
-        best = min(range(len(distances)), key=distances.__getitem__, default=0)
+        best = self._best(tried, distances, how_far)
         for each in tried:
             each.weigh(best)
         is_other = candidates[best] != before
@@ -144,6 +147,19 @@ class LabelChoice:
         # where the batch itself tells, one with fewer need not be one that there is: of two masks one has changed
         is_told = any(tried[0].distances) and not tried[0].distances[best]
         return [pair for other in tried[1:] if not (is_told and other.explains_nothing) for pair in other.pairs]
+
+    def _best(self, tried: Sequence[_Tried], distances: Sequence[float], how_far: HowFar) -> int:
+        """The likeliest of candidates that are as far from one device; of those, the nearest by less than rounding.
+
+        Rounding that explains much explains what is a mean over other things, too, as it is seldom as large as it may.
+        """
+        best = [index for index, each in enumerate(distances) if each == min(distances)]
+        (finer, *_) = self._rehearsal.tell(self._rehearsal.finer_tolerances())
+        if len(best) < 2 or not finer:
+            return next(iter(best), 0)
+        of_each = [self._distances(each, best, _by(how_far, finer)) for each in tried]
+        nearness = [sum(each) for each in zip(*filter(None, of_each), strict=True)]
+        return min(zip(nearness, best, strict=False), default=(0, best[0]))[1]
 
     def _others_that_explain(self, ran: Iterable[_Tried], distance: Distance) -> list[Labels]:
         """Labels without -100 by which microbatches come to what one device has, in all that were run."""
@@ -186,12 +202,16 @@ class LabelChoice:
         parts = ran.parts
         weights = [self._rules.weights_by(labels, parts.parts, parts.sizes) for labels in candidates if ran.pairs]
         tried = replace(ran, weights=weights)
+        return replace(tried, distances=self._distances(tried, range(len(candidates)), distance))
 
-        def by(index: int) -> float:
-            tried.weigh(index)
-            return distance(ran.pairs)
+    def _distances(self, tried: _Tried, candidates: Iterable[int], distance: Distance) -> list[float]:
+        """How far from one device what some candidates give is; none if nobody knows."""
 
-        return replace(tried, distances=self._of_all([by(index) for index in range(len(weights))]))
+        def by(candidate: int) -> float:
+            tried.weigh(candidate)
+            return distance(tried.pairs)
+
+        return self._of_all([by(candidate) for candidate in candidates] if tried.pairs else [])
 
     def _distances_of_slopes(self, tried: _Tried) -> list[float]:
         """How far gradients are from those of one device."""
@@ -205,6 +225,10 @@ class LabelChoice:
         """Those of all replicas, as they have other samples."""
         told = list(filter(None, self._rehearsal.tell(distances)))
         return [sum(each) for each in zip(*told, strict=True)]
+
+
+def _by(how_far: HowFar, tolerances: Sequence[float]) -> Distance:
+    return lambda pairs: how_far(pairs, tolerances)
 
 
 def _are_copies(labels: Sequence[Labels], batch: Any, of: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +21,13 @@ from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
 from lightning_pfo.strategy.step.effects.within import step_forward_only
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
-from lightning_pfo.strategy.step.first_batch.differences.rounding import rounds_products, tolerance_of, types_noted
+from lightning_pfo.strategy.step.first_batch.differences.rounding import (
+    WideNumbers,
+    is_narrow,
+    rounds_products,
+    tolerance_of,
+    types_noted,
+)
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, Slopes
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
@@ -37,6 +43,7 @@ _LACKS_GRADIENTS = (
 )
 """What torch, or we, say where nothing has gradients."""
 _CANCELS_OUT = 8  # so much smaller is what rounding makes of such a loss, see `Rehearsal.tolerances`
+_MOST_STEPS = 10  # of smaller tolerances
 _OF_PHASES = (
     "A step that optimizes several times in a batch trains on the means of its microbatches' losses, and nothing "
     "compares these with the loss of the whole batch, as forward only it does not run in one: let losses, and what is "
@@ -73,8 +80,8 @@ class Rehearsal:
     Attributes:
         everywhere: Whether all replicas run together, as they do in training, and where layers are divided over them.
         evaluates: Whether layers of other classes than torch's can run a training step in evaluation mode.
-        is_narrow: Whether what is compared runs under the user's autocast, whose rounding hides differences, since it
-            does not run without.
+        is_narrow: Whether what is compared runs under the user's autocast, and makes numbers in a narrow type, whose
+            rounding hides differences, since it does not run otherwise.
         grown: How numbers of layers have grown by the last run.
         loss_shape: Of a loss in one piece that is no number, on the last rank; none of a loss as it should be.
     """
@@ -106,11 +113,17 @@ class Rehearsal:
 
     @contextmanager
     def precise(self) -> Iterator[None]:
-        """Where autocast is off, if batches run so: a comparison is as precise as parameters are."""
+        """Where autocast is off and numbers are wide, if batches run so: comparisons are as precise as they can be."""
         kind = self._engine.device.type
-        is_off = torch.is_autocast_enabled(kind) and not self.is_narrow
-        with torch.autocast(kind, enabled=False) if is_off else nullcontext():
+        with ExitStack() as stack:
+            if torch.is_autocast_enabled(kind) and not self.is_narrow:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if self._has_narrow_parameters() and not self.is_narrow:
+                stack.enter_context(WideNumbers())
             yield
+
+    def _has_narrow_parameters(self) -> bool:
+        return any(is_narrow(parameter.dtype) for parameter in self._owner.parameters())
 
     @contextmanager
     def silent(self, is_silent: bool) -> Iterator[None]:
@@ -213,8 +226,8 @@ class Rehearsal:
 
         A detector returns boxes in evaluation, and no features; some kernels take half precision only.
         """
-        is_under_autocast = torch.is_autocast_enabled(self._engine.device.type)
-        narrow = (False, True) if is_under_autocast and not self.is_narrow else (self.is_narrow,)
+        may_be_narrow = torch.is_autocast_enabled(self._engine.device.type) or self._has_narrow_parameters()
+        narrow = (False, True) if may_be_narrow and not self.is_narrow else (self.is_narrow,)
         evaluates = (True, False) if first.kind == "train" and self.evaluates else (self.evaluates,)
         return [*itertools.product(narrow, evaluates)]
 
@@ -344,7 +357,13 @@ class Rehearsal:
         """
         largest = self.tolerance()
         is_wider = bool(self._loss_dtypes) and tolerance_of(self._loss_dtypes) < largest
+        is_wider = is_wider or (self._has_narrow_parameters() and not self.is_narrow)
         return (largest / _CANCELS_OUT, largest) if is_wider else (largest,)
+
+    def finer_tolerances(self) -> Sequence[float]:
+        """Smaller ones, each half of the next, to tell by what is as near by those; none where these are small."""
+        least, steps = min(self.tolerances()), range(1, _MOST_STEPS)
+        return [least / 2**step for step in steps if least / 2**step >= tolerance_of(())]
 
 
 def _differentiates(problem: str) -> bool:

@@ -74,8 +74,7 @@ class StateCheck:
         if run is None:
             return False, [], False
         parts, pairs, _ = run
-        distance = partial(how_other, tolerances=self._rehearsal.tolerances())
-        self._labels.choose(of, parts, pairs, distance, number=number)
+        self._labels.choose(of, parts, pairs, how_other, number=number)
 
         def is_other() -> bool:
             return any(self._rehearsal.tell(are_other(pairs, tolerance=self._rehearsal.tolerance())))

@@ -29,6 +29,6 @@ def are_other(pairs: Sequence[Pair], *, tolerance: float) -> bool:
     return bool(pairs) and differ(list(map(losses_of, pairs)), tolerance)
 
 
-def how_other(pairs: Sequence[Pair], *, tolerances: Sequence[float]) -> int:
+def how_other(pairs: Sequence[Pair], tolerances: Sequence[float]) -> int:
     """How many tolerances losses differ by more than."""
     return sum(are_other(pairs, tolerance=each) for each in tolerances)

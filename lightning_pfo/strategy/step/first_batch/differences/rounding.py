@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
+
+from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 _DOUBLE = 1e-10
 _SINGLE = 1e-5  # it sums in another order, with other kernels for another size
 _ROUNDED_PRODUCTS = 1e-3  # of TF32
 _NARROWER = 2  # rounding errors of a narrower type, which do not add up over the samples of a mean
+_TAKES_ONE = ("__getitem__", "select", "as_strided")  # of many numbers one, which shares their memory
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -55,6 +60,33 @@ def types_noted(dtypes: set[torch.dtype]) -> Iterator[None]:
 
     with register_module_forward_hook(note):
         yield
+
+
+class WideNumbers(TorchFunctionMode):
+    """Where what an operation makes one number of in a narrower type than fp32, as a mean of losses, is made in fp32.
+
+    Rounding of such a number hides what it is a mean over: of bf16, 0.4 % of it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not (isinstance(result, torch.Tensor) and is_narrow(result.dtype) and not result.dim()):
+            return result
+        given = [each for _, each in leaves_of((args, kwargs)) if isinstance(each, torch.Tensor)]
+        is_of_many = any(is_narrow(each.dtype) and each.shape.numel() > 1 for each in given)
+        if not is_of_many or any(each is result for each in given) or getattr(func, "__name__", "") in _TAKES_ONE:
+            return result
+        return func(*tree_map_only(torch.Tensor, _wide, args), **tree_map_only(torch.Tensor, _wide, kwargs))
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if is_narrow(tensor.dtype) else tensor
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a type has fewer bits than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
 def _tolerance(dtype: torch.dtype, single: float) -> float:
