@@ -22,7 +22,7 @@ def test_who_is_asked_to_end_and_waits_for_others_ends(tmp_path, waiting, breaki
 
 STUCK = """
 import logging, os, signal, sys, threading, time
-from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
+from lightning_pfo.strategy.watch.stuck import Waits, end_if_stuck, heard
 
 logging.basicConfig()
 lock, done, ended = threading.Lock(), [], threading.Event()
@@ -34,7 +34,7 @@ def break_off():
 
 
 def then():
-    end_if_stuck(break_off, {__file__}, lambda: len(done), ended, patience_s=0.3, grace_s=0.3)
+    end_if_stuck(Waits(break_off, {__file__}, lambda: len(done)), ended, patience_s=0.3, grace_s=0.3)
 
 
 before = signal.set_wakeup_fd(-1)
