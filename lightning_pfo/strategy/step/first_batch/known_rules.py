@@ -104,22 +104,26 @@ class KnownRules:
         has_no_padding_yet = known.class_weights and known.ignored == IGNORED_LABEL
         return self.ignored - {IGNORED_LABEL} if has_no_padding_yet else set()
 
-    def tells_of_labels(self, of: StepOnBatch) -> bool:
-        """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
+    def telling_labels(self, of: StepOnBatch) -> set[tuple[str, float]]:
+        """Where a batch has labels, and which have no part, that can tell if numbers are means over them.
+
+        None where that is known.
+        """
         batching, parts = self._batching, of.parts
         if len(parts) == 1 or not self.asks_for_labels(of.source):
-            return False
+            return set()
         noticed = batching.integers()
         integers = integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed
         ignored = self._untold_of(of.source)
         masks = {path for path, leaf in integers.items() if may_be_mask(path, leaf) and has_gaps(leaf, 0)}
         masks, self._masks[of.source] = masks - self._masks[of.source], self._masks[of.source] | masks
         if not masks and not have_gaps(integers.values(), ignored):
-            return False
+            return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
         found += [Labels(path, False, 0) for path in masks]
-        return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
+        telling = [labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples]
+        return {(labels.path, labels.ignored) for labels in telling}
 
     def weigh_by(self, source: Source, labels: Labels | None, ignored: Iterable[int] = ()) -> None:
         """Let microbatches count by their labels from now on.
