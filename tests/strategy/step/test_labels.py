@@ -47,8 +47,9 @@ NARROW = {
 """Losses whose own type rounds much."""
 
 
-NOT_LABELS = ["twofold", "measured", "measured, alike at first", "masked, alike at first"]
+NOT_LABELS = ["detected", "twofold", "measured", "measured, alike at first", "masked, alike at first"]
 LATER = [
+    "detected, none later",
     "none at first",
     "padded later",
     "padded later, beside others",

@@ -113,7 +113,8 @@ class Comparison:
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
         telling = self._telling_labels(first)
-        is_telling = bool(telling)
+        tells_of_none = self._tells_of_none(first)
+        is_telling = bool(telling) or tells_of_none
         if is_late and self._is_again_due(source):
             self._tries[source] = 1
         is_second = kind == "train" and self._number_trained == _SECOND
@@ -128,6 +129,8 @@ class Comparison:
         self._compare_now(first, everywhere=everywhere, is_late=is_late)
         if is_telling:
             self._asked[source] |= dict.fromkeys(telling, self._number_trained)
+            if tells_of_none:
+                self._runner.rules.note_none(source)
             if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
                 self._runner.rules.weigh_by(source, None, self._runner.rules.ignored)
 
@@ -160,6 +163,14 @@ class Comparison:
             are_alike = len({number for _, number in told}) == 1
             telling = set().union(*(telling for telling, _ in told)) if are_alike else set()
         return {each for each in telling if is_training or asked.get(each, -1) < number}
+
+    def _tells_of_none(self, of: StepOnBatch) -> bool:
+        """Whether a batch can tell how a microbatch without labels counts; that of one replica where all compare."""
+        tells = self._runner.rules.tells_of_none(of)
+        if not self._divided or not self._runner.rules.asks_for_none(of.source):
+            return tells
+        told = self._engine.all_gather((tells, len(of.parts)), everywhere=True)
+        return any(tells for tells, _ in told) and len({number for _, number in told}) == 1
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """Whether a batch that was not compared is to be: it has called, left or logged what none has before.

@@ -30,6 +30,7 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
     "mean": {"": "mean", GROWN: "mean"},
     "mean over samples": {"": "samples", GROWN: "mean"},
+    "as the loss": {"": "weighed", GROWN: None},
     _MADE_OF_COUNTS: {"": OF_TOTALS, GROWN: None},
     "sum anew": {"": "sum", GROWN: None, SET: "sum"},
     "largest": {"": "largest", GROWN: "largest"},
