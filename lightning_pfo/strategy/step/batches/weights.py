@@ -131,6 +131,10 @@ class Labels(NamedTuple):
         counts = [self.number_in(torch.as_tensor(label)) for label in found]
         return tuple(map(float, torch.stack(counts).tolist()))  # one transfer from the GPU
 
+    def at_least_one(self) -> Labels:
+        """The same, where a loss is divided by no less than one."""
+        return Labels(self.path, self.are_shifted, self.ignored, self.class_weights, self.are_weights, 1.0)
+
     def shares(self, counts: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much microbatches with so many, and of these sizes, count in the loss of their batch; see `shares_of`."""
         if not self.at_least:

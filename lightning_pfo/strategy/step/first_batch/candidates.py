@@ -68,11 +68,11 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
 
 def with_least(found: Iterable[Labels], parts: Sequence[Any]) -> list[Labels]:
     """Labels, and each of which a microbatch has less than one by which a loss may be divided as if there were one."""
-    with_counts = [(labels, labels.counts(parts) or ()) for labels in found]
+    with_counts = [(labels, labels.counts(parts)) for labels in found]
     return [
         each
         for labels, counts in with_counts
-        for each in (labels, *([labels._replace(at_least=1)] if counts and min(counts) < 1 else ()))
+        for each in ([labels, labels.at_least_one()] if counts is not None and min(counts) < 1 else [labels])
     ]
 
 
