@@ -61,6 +61,26 @@ def test_code_between_steps_may_have_the_parameters_of_all_stages(seen, rank):
     check(found | {"absent": False}, alone, "whole_parameters")
 
 
+def test_norms_of_one_ranks_gradients_are_named_once_and_that_of_all_is_told(seen):
+    """Of torch and by hand; they are parts of the norm over all stages, which is that of one process."""
+    alone, *ranks = (seen[name]["norms_of_gradients"] for name in ("alone", *RANKS))
+    for name, found in alone.items():
+        if name == "whole":
+            assert [of_rank["whole"] for of_rank in ranks] == pytest.approx([found] * 2, abs=2e-5)
+        elif name == "clips_values":
+            assert [of_rank[name]["said"] for of_rank in (alone, *ranks)] == [[]] * 3
+        else:
+            assert found == {"norms": [pytest.approx(alone["whole"], abs=2e-5)] * 2, "said": []}
+            for of_rank in ranks:
+                (text,) = of_rank[name]["said"]
+                assert re.match(
+                    rf"{name} \(.*users_loops\.py, line \d+\).*model\.clip_grad_norm_\(float\('inf'\)\)", text
+                )
+            own = [of_rank[name]["norms"][0] for of_rank in ranks]
+            assert sum(norm**2 for norm in own) ** 0.5 == pytest.approx(alone["whole"], abs=2e-5)
+            assert min(own) > 0
+
+
 def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen):
     check(seen["pipeline_0"]["prepared_later"], seen["alone"]["prepared_later"], "prepared_later")
     assert [count for count, _ in seen["pipeline_1"]["prepared_later"][::2]] == [1, 1, 1]
