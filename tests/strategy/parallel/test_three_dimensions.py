@@ -124,6 +124,8 @@ def test_each_stage_of_zero_trains_like_ddp(folder, name):
         found = read(folder, f"zero_{rank}")[name]
         assert len(found["loss"]) == 8
         assert found["loss"] == pytest.approx(ddp[rank // 2]["loss"], abs=2e-5)
+        assert len(found["norms"]) == 4
+        assert found["norms"] == pytest.approx(ddp[0]["norms"], abs=2e-5)
         if rank == 0:
             check(found["weights"], ddp[0]["weights"], "weights")
         else:

@@ -232,17 +232,30 @@ def run_zero(folder):
     (folder / f"zero_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
+class Norms(L.Callback):
+    """Norms of all gradients before they are clipped; neither clipping nor AdamW minds if all are twice as large."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        strategy = trainer.strategy
+        by_hand = not isinstance(strategy, PfoPipelineStrategy)
+        norm = torch.cat([p.grad.flatten() for p in pl_module.parameters()]).norm() if by_hand else strategy.grad_norm()
+        self.seen.append(float(norm))
+
+
 def train_divided(devices, callbacks=(), check_loss=False, **options):
     """By a pipeline, or without options of one by DDP."""
     L.seed_everything(3)
     module, loader = Module(divided=False), DataLoader(make_data(32, 1), batch_size=4)
     module.configure_model()  # in a fit of DDP, Lightning has other random numbers
     strategy = PfoPipelineStrategy(check_loss=check_loss, **options) if options else "ddp"
-    trainer = fit(module, loader, None, devices=devices, strategy=strategy, callbacks=list(callbacks))
+    trainer = fit(module, loader, None, devices=devices, strategy=strategy, callbacks=[*callbacks, norms := Norms()])
     held = {key: local_part(p).numel() for key, p in module.named_parameters()}
     whole = trainer.strategy.gather_module() if options else module
     weights = None if whole is None else {key: p.tolist() for key, p in whole.named_parameters()}
-    return {"loss": module.seen["loss"], "held": held, "weights": weights}
+    return {"loss": module.seen["loss"], "norms": norms.seen, "held": held, "weights": weights}
 
 
 def run_ddp(folder):
