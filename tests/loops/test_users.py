@@ -1,4 +1,4 @@
-"""Loops of Accelerate's users: on a pipeline of two ranks they give what one process gives, or say why not."""
+"""Loops of Accelerate's users: on a pipeline of one rank and of two they give what one process gives, or say why not."""
 
 import json
 import re
@@ -12,16 +12,18 @@ from lightning_pfo.loops.accelerate import check_processes
 from tests.comparing import check
 from tests.launch import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "users.py"
 RANKS = ("pipeline_0", "pipeline_1")
+NEED_TWO = {"batch_sizes_that_fit_one_rank", "averages_and_a_teacher"}
+"""Loops that say what the second rank does."""
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("users")
-    run_script(SCRIPT, folder)
+    run_script(SCRIPT, folder, timeout_s=500)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
@@ -43,6 +45,7 @@ def seen(tmp_path_factory):
         "attributes_that_loops_set",
         "another_type_afterwards",
         "local_sgd",
+        "accumulated_without_sync",
         "saved_for_others",
         "inputs_with_a_graph",
         "batch_sizes_that_fit",
@@ -52,6 +55,13 @@ def seen(tmp_path_factory):
 def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
     assert "Error" not in str(seen["alone"][loop])  # which both would say
     check(seen[rank][loop], seen["alone"][loop], loop)
+
+
+def test_a_pipeline_of_one_gives_what_one_process_gives(seen):
+    found, alone = seen["of_one"], seen["alone"]
+    assert list(found) == list(alone)
+    for loop in found.keys() - NEED_TWO:
+        check(found[loop], alone[loop], loop)
 
 
 @pytest.mark.parametrize("rank", RANKS)

@@ -582,8 +582,27 @@ def norms_of_gradients():
     return found | {"whole": float(whole)}
 
 
+def accumulated_without_sync():
+    """By the model's own context, which one process does not have."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = prepare(accelerator, model, optimizer)
+    found = []
+    for index, batch in enumerate(train_loader()[:6]):
+        with model.no_sync() if is_pipeline() and index % 2 == 0 else nullcontext():
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+        found.append(loss.item())
+        if index % 2:
+            found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 LOOPS = (
     norms_of_gradients,
+    accumulated_without_sync,
     two_of_one_accelerator,
     rolled_back,
     state_from_the_beginning,
