@@ -1,4 +1,4 @@
-"""Loops of Accelerate's users: on a pipeline of one rank and of two they give what one process gives, or say why not."""
+"""Loops of Accelerate's users: a pipeline of one rank or of two gives what one process gives, or says why not."""
 
 import json
 import re
