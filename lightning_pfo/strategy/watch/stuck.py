@@ -106,7 +106,7 @@ class Waits:
         """
         main = threading.main_thread()
         waited_s, before, since_s = 0.0, None, 0.0
-        while main.is_alive() and not ended(_LOOK_EVERY_S) and waited_s < within_s:
+        while not ended(_LOOK_EVERY_S) and waited_s < within_s:
             waited_s += _LOOK_EVERY_S
             now = self._at(main)
             if now is None or now != before:
@@ -137,12 +137,16 @@ def end_if_stuck(waits: Waits, ended: threading.Event, *, patience_s: float = 3.
         patience_s: How long it may wait.
         grace_s: How long it may take to end when transfers have failed.
     """
-    place = waits.stuck_at(ended.wait, patience_s)
+
+    def has_ended(wait_s: float) -> bool:
+        return ended.wait(wait_s) or not threading.main_thread().is_alive()
+
+    place = waits.stuck_at(has_ended, patience_s)
     if not place:
         return
     _log.error("SIGTERM ends this process while it waits for others, because they do not come: %s.", place)
     waits.stop()
-    if waits.stuck_at(ended.wait, grace_s, grace_s + 2 * _LOOK_EVERY_S):
+    if waits.stuck_at(has_ended, grace_s, grace_s + 2 * _LOOK_EVERY_S):
         logging.shutdown()
         os._exit(128 + signal.SIGTERM)
 
