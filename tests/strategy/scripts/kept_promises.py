@@ -400,7 +400,7 @@ def keeps_much(place):
             trainer.validate(module, loader(), verbose=False)
     finally:
         logger.removeHandler(said)
-    return {"seen": module.seen, "said": [text for text in said.texts if "self.large" in text]}
+    return {"seen": module.seen, "said": [text for text in said.texts if "MiB in self.large" in text]}
 
 
 class SavesBeside(Module):
