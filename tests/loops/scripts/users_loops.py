@@ -1,7 +1,6 @@
 """Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
 
 import copy
-import logging
 import weakref
 from contextlib import nullcontext
 
@@ -28,6 +27,8 @@ from users_setup import (
     train_loader,
     train_two,
 )
+
+from tests.saying import saying
 
 
 def loaders_prepared_before():
@@ -535,18 +536,6 @@ def state_from_the_beginning():
     return {"losses": losses, "states": told[0]}
 
 
-class Said(logging.Handler):
-    """Takes what is said of norms of one rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        if "reads gradients of layers of other ranks" in record.getMessage():
-            self.texts.append(record.getMessage())
-
-
 def norm_by_hand(parameters):
     return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
 
@@ -571,12 +560,12 @@ def norms_of_gradients():
     accelerator, model = make_accelerator(), make_net()
     model, _, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(**train_loader()[0])["loss"])
-    parameters, logger, found = list(model.parameters()), logging.getLogger("lightning_pfo"), {}
+    parameters, found = list(model.parameters()), {}
     for look in (norm_by_hand, norm_of_torch, clips_by_a_norm_of_torch, clips_values):
-        logger.addHandler(said := Said())
-        norms = [look(parameters) for _ in range(2)]
-        logger.removeHandler(said)
-        found[look.__name__] = {"norms": norms, "said": said.texts}
+        with saying() as said:
+            norms = [look(parameters) for _ in range(2)]
+        of_one_rank = [text for text in said if "reads gradients of layers of other ranks" in text]
+        found[look.__name__] = {"norms": norms, "said": of_one_rank}
     infinite = float("inf")
     whole = model.clip_grad_norm_(infinite) if is_pipeline() else accelerator.clip_grad_norm_(parameters, infinite)
     return found | {"whole": float(whole)}

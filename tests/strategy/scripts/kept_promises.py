@@ -7,7 +7,6 @@ writes what it saw.
 import contextlib
 import io
 import json
-import logging
 import pickle
 import sys
 import threading
@@ -27,6 +26,7 @@ from lightning_pfo.loops import PipelinedModel
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.quiet import QUIET
 from tests.ranks import run_ranks
+from tests.saying import saying
 
 FOLDER = Path(sys.argv[1])
 DATA = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
@@ -381,26 +381,13 @@ class KeepsMuch(Module):
         self.small.clear()
 
 
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def keeps_much(place):
     """Twice."""
-    logger, said = logging.getLogger("lightning_pfo"), Said()
-    logger.addHandler(said)
-    try:
+    with saying() as said:
         trainer, module = trainer_of(place, limit_val_batches=3), KeepsMuch()
         for _ in range(2):
             trainer.validate(module, loader(), verbose=False)
-    finally:
-        logger.removeHandler(said)
-    return {"seen": module.seen, "said": [text for text in said.texts if "MiB in self.large" in text]}
+    return {"seen": module.seen, "said": [text for text in said if "MiB in self.large" in text]}
 
 
 class SavesBeside(Module):

@@ -29,18 +29,10 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.step.batches import notices
 from tests.ranks import run_ranks
+from tests.saying import Said
 
 FOLDER = Path(sys.argv[1])
 DATA = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-
-
-class Said(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 class Plain(L.LightningModule):
