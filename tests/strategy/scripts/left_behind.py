@@ -1,4 +1,4 @@
-"""What steps leave behind of all kinds; usage: left_behind.py FOLDER [CASE ...].
+"""What steps leave behind of all kinds; usage: left_behind.py FOLDER PLACES [CASE ...].
 
 The same runs by a plain Trainer, and by the pipeline on one and two ranks; each writes what it found afterwards.
 """
@@ -1297,5 +1297,5 @@ def one(where, names):
 
 
 (FOLDER / "lines.txt").write_text("".join(f"line {index}\n" for index in range(20)))
-for where in ("plain", "one", "two"):
-    run_ranks(one, 2 if where == "two" else 1, where, sys.argv[2:] or list(CASES))
+for where in sys.argv[2].split(","):  # plain, one, two
+    run_ranks(one, 2 if where == "two" else 1, where, sys.argv[3:] or list(CASES))
