@@ -24,6 +24,7 @@ LONGEST = [
     "experiment/test_run_integration.py",
     "strategy/trainer/test_promises.py",
     "strategy/trainer/test_further_promises.py",
+    "strategy/trainer/test_kept_promises.py",
     "strategy/step/test_memory.py",
     "strategy/trainer/test_manual.py",
     "strategy/model/test_huggingface.py",

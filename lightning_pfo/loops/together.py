@@ -19,6 +19,7 @@ from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.watch.present import watch_ranks, who_has_ended
+from lightning_pfo.strategy.watch.stuck import Waits
 
 _CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
 _CHECK_EVERY = 50  # ... and then once in so many
@@ -54,7 +55,7 @@ def watch_others() -> None:
     """Hear of processes that end, so that messages name them; a collective call of all processes."""
     num_processes = dist.get_world_size()
     is_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes)) == num_processes
-    watch_ranks(os.environ.get("MASTER_ADDR", socket.gethostname()), abort_process_group, one_node=is_one_node)
+    watch_ranks(os.environ.get("MASTER_ADDR", socket.gethostname()), Waits(abort_process_group), one_node=is_one_node)
 
 
 class Together:

@@ -42,6 +42,17 @@ def test_buffers_are_those_of_ddp_while_replicas_accumulate_and_afterwards(folde
     assert pipeline[0]["last"] == pytest.approx(ddp[0]["last"], abs=1e-6)
 
 
+def test_accelerates_contexts_of_the_model_are_those_of_ddp(folder):
+    """`model.no_sync()`; and `join_uneven_inputs`, which does not help: replicas wait for one with fewer batches."""
+    ddp, pipeline = of_ranks(folder, "contexts_ddp", 2), of_ranks(folder, "contexts_pipeline", 4)
+    assert len(ddp[0]["unsynced"]) == 5 + 2  # a norm for each two of five batches
+    assert ddp[0]["unsynced"] != ddp[1]["unsynced"]
+    assert [found["uneven"]["waits"] for found in (*ddp, *pipeline)] == [[], [True], [], [], [True], [True]]
+    assert "no effect" in ddp[0]["uneven"]["said"][0]
+    for rank, found in enumerate(pipeline):
+        check(found, ddp[rank // 2], "contexts")
+
+
 def test_what_processes_tell_each_other_is_that_of_ddp_of_two(folder):
     """Ranks of a pipeline hold the same, so they count once."""
     ddp, pipeline = of_ranks(folder, "ddp", 2), of_ranks(folder, "pipeline", 4)

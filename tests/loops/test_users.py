@@ -1,4 +1,4 @@
-"""Loops of Accelerate's users: on a pipeline of two ranks they give what one process gives, or say why not."""
+"""Loops of Accelerate's users: a pipeline of one rank or of two gives what one process gives, or says why not."""
 
 import json
 import re
@@ -12,16 +12,18 @@ from lightning_pfo.loops.accelerate import check_processes
 from tests.comparing import check
 from tests.launch import run_script
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).parent / "scripts" / "users.py"
 RANKS = ("pipeline_0", "pipeline_1")
+NEED_TWO = {"batch_sizes_that_fit_one_rank", "averages_and_a_teacher"}
+"""Loops that say what the second rank does."""
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("users")
-    run_script(SCRIPT, folder)
+    run_script(SCRIPT, folder, timeout_s=500)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
@@ -43,6 +45,7 @@ def seen(tmp_path_factory):
         "attributes_that_loops_set",
         "another_type_afterwards",
         "local_sgd",
+        "accumulated_without_sync",
         "saved_for_others",
         "inputs_with_a_graph",
         "batch_sizes_that_fit",
@@ -54,11 +57,38 @@ def test_a_loop_gives_what_one_process_gives(seen, loop, rank):
     check(seen[rank][loop], seen["alone"][loop], loop)
 
 
+def test_a_pipeline_of_one_gives_what_one_process_gives(seen):
+    found, alone = seen["of_one"], seen["alone"]
+    assert list(found) == list(alone)
+    for loop in found.keys() - NEED_TWO:
+        check(found[loop], alone[loop], loop)
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_code_between_steps_may_have_the_parameters_of_all_stages(seen, rank):
     found, alone = seen[rank]["whole_parameters"], seen["alone"]["whole_parameters"]
     assert found["absent"], "the rank has all parameters anyway"
     check(found | {"absent": False}, alone, "whole_parameters")
+
+
+def test_norms_of_one_ranks_gradients_are_named_once_and_that_of_all_is_told(seen):
+    """Of torch and by hand; they are parts of the norm over all stages, which is that of one process."""
+    alone, *ranks = (seen[name]["norms_of_gradients"] for name in ("alone", *RANKS))
+    for name, found in alone.items():
+        if name == "whole":
+            assert [of_rank["whole"] for of_rank in ranks] == pytest.approx([found] * 2, abs=2e-5)
+        elif name == "clips_values":
+            assert [of_rank[name]["said"] for of_rank in (alone, *ranks)] == [[]] * 3
+        else:
+            assert found == {"norms": [pytest.approx(alone["whole"], abs=2e-5)] * 2, "said": []}
+            for of_rank in ranks:
+                (text,) = of_rank[name]["said"]
+                assert re.match(
+                    rf"{name} \(.*users_loops\.py, line \d+\).*model\.clip_grad_norm_\(float\('inf'\)\)", text
+                )
+            own = [of_rank[name]["norms"][0] for of_rank in ranks]
+            assert sum(norm**2 for norm in own) ** 0.5 == pytest.approx(alone["whole"], abs=2e-5)
+            assert min(own) > 0
 
 
 def test_optimizers_prepared_twice_or_later_have_one_place_and_whole_states(seen):

@@ -122,8 +122,8 @@ def _summed_in(device: torch.device) -> torch.dtype:
 
 _TOO_EARLY = (
     "A step calls torch.nn.utils.clip_grad_norm_, but the gradients of its batch are there when all microbatches have "
-    "run backward. Call it in a hook such as on_before_optimizer_step (in a loop of your own after backward), or use "
-    "gradient_clip_val of the Trainer."
+    "run backward. Call it after backward: in a loop of your own, or a hook such as on_before_optimizer_step, where "
+    "gradient_clip_val of the Trainer does it too."
 )
 _of_pipelines: list[tuple[weakref.ref[Norms], Callable[[], bool]]] = []
 """Norms of models that are pipelines now, none of which is kept alive by it, and whether a step is under way."""

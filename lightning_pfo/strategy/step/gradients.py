@@ -248,11 +248,10 @@ def loss_of(result: Any) -> torch.Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise ConfigurationError(
-            "What training_step returns on a pipeline (in a loop of one's own, the model or loss_fn) is the loss as a "
-            "one-element tensor that depends on the model's output, or a dict with it under 'loss'; "
-            f"got {_describe(result)} of a microbatch. In a loop of your own whose model returns no loss, give it one "
-            "(loss_fn=nn.functional.cross_entropy) and call model(inputs, target), which returns the loss: it is "
-            "computed on the last stage. Outputs are there in evaluation."
+            "A step on a pipeline returns the loss as a one-element tensor that depends on the model's output, or a "
+            f"dict with it under 'loss'; got {_describe(result)} of a microbatch. In a loop of your own whose model "
+            f"returns no loss, give it one (loss_fn=nn.functional.cross_entropy) and call model(inputs, target), which "
+            f"returns the loss: it is computed on the last stage. Outputs are there in evaluation."
         )
     return loss.reshape(()) if loss.dim() else loss
 

@@ -230,7 +230,7 @@ class LogRecorder:
             return cast(torch.Tensor, getattr(_stack(found), name)())
         if rule == "samples" and self.sizes:
             return self._mean(values, [float(self.sizes[index]) for index, _ in values])
-        return self._mean(values, self._stands_for(key, values))
+        return self._mean(values, self._stands_for(key, values), is_loss=rule == "weighed")
 
     def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]]) -> list[float] | None:
         """How much each value counts, where `batch_size` says of how many others than samples it is the mean."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.engine.forked import refuse_forked
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.compat import abort_process_group
@@ -42,6 +43,10 @@ from lightning_pfo.strategy.trainer.launchers import START_METHODS, CloneLaunche
 from lightning_pfo.strategy.trainer.together import together
 from lightning_pfo.strategy.watch.present import GRACE_S, check_ranks, watch_ranks
 from lightning_pfo.strategy.watch.rank_watch import RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
+
+WAITS = Waits(abort_process_group, WAITS_IN, progress)
+"""How a process waits for others in a run."""
 
 
 class MeshStrategy(StrategyBase):
@@ -223,7 +228,7 @@ class MeshStrategy(StrategyBase):
             connect_processes(self.cluster_environment, backend, timeout=self._timeout)
         self.rank_watch = watch_ranks(
             self.cluster_environment.main_address,
-            abort_process_group,
+            WAITS,
             one_node=self.num_nodes == 1,
             grace_s=min(GRACE_S, self._timeout.total_seconds()),
         )

@@ -24,8 +24,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
-from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
-from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.groups import tell_each_other
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import without_replicas
@@ -37,6 +35,7 @@ from lightning_pfo.strategy.trainer.compat import (
     validate_together,
 )
 from lightning_pfo.strategy.trainer.logged.compat import log_what_any_logs
+from lightning_pfo.strategy.trainer.processes import WAITS
 from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
 
 _log = logging.getLogger("lightning.pytorch.lightning_pfo")  # which shows what a user is told, as its others do
@@ -75,7 +74,7 @@ class SignalsAtBatchEnd:
         def heed_sigterm() -> None:
             if trainer.strategy.launcher is not None:
                 trainer.strategy.launcher.kill(signal.SIGTERM)
-            end_if_stuck(abort_process_group, WAITS_IN, progress, ended)
+            end_if_stuck(WAITS, ended)
 
         patches.enter_context(heard(signal.SIGTERM, heed_sigterm))
         patches.callback(ended.set)

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -16,18 +16,17 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.watch.connection import Address
 from lightning_pfo.strategy.watch.errors import RankDiedError, tells_of_others
 from lightning_pfo.strategy.watch.rank_watch import RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
 
 GRACE_S = 30.0
 
 
-def watch_ranks(
-    host: str, break_off: Callable[[], None], *, one_node: bool, grace_s: float = GRACE_S
-) -> RankWatch | None:
+def watch_ranks(host: str, waits: Waits, *, one_node: bool, grace_s: float = GRACE_S) -> RankWatch | None:
     """Watch the processes of the present world, once for all runs in it; a collective call.
 
     Args:
         host: Name or address of the first rank's node.
-        break_off: See `RankWatch`.
+        waits: See `RankWatch`.
         one_node: Whether all processes are on one node.
         grace_s: See `RankWatch`.
 
@@ -39,7 +38,7 @@ def watch_ranks(
     if dist.get_world_size() == 1:
         return None
     if _present is None or _present[0] is not world:
-        watch = RankWatch(dist.get_rank(), dist.get_world_size(), break_off, grace_s)
+        watch = RankWatch(dist.get_rank(), dist.get_world_size(), waits, grace_s)
         _watches.add(watch)
         message = [watch.listen(host, local_only=one_node) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(message)

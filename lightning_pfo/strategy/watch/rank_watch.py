@@ -8,8 +8,8 @@ connections at once; when a whole node is lost, TCP's keepalive does within half
     rank 2 closed     hub --dead 2--> rank 1, rank 3        if it was not done with a run that others are in
 
 A rank that is told breaks off its transfers, so that waiting for others ends with an error; if its run does not end (it
-waits elsewhere), the process is ended after a grace period. The same grace is given when a rank's run has raised and
-its process goes on, so that the others would wait for it in vain. What ranks do together between runs is `calls`.
+waits elsewhere), the process is ended after a grace period. The same is done when a rank's run has raised and its
+process goes on, as soon as the others wait for it in vain. What ranks do together between runs is `calls`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +29,11 @@ from lightning_pfo.core.errors import PfoError
 from lightning_pfo.strategy.watch.calls import Calls
 from lightning_pfo.strategy.watch.connection import CONNECT_TIMEOUT_S, Address, RankConnection, open_server
 from lightning_pfo.strategy.watch.errors import RankDiedError, tells_of_others, text_of
+from lightning_pfo.strategy.watch.stuck import Waits
 
 _log = logging.getLogger(__name__)
+_PATIENCE_S = 10.0  # so long a rank may wait at one place for others of which one has failed, ...
+_STUCK_S = 1.0  # ... and so long when transfers were broken off
 
 
 @dataclass
@@ -54,14 +57,14 @@ class RankWatch:
     Args:
         rank: This process's rank.
         world_size: Number of processes.
-        break_off: Makes transfers that wait for others fail; called in the watching thread.
+        waits: How a process waits for others; broken off in another thread.
         grace_s: How long a run may take to end after a rank has died, before this process is ended.
     """
 
-    def __init__(self, rank: int, world_size: int, break_off: Callable[[], None], grace_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, waits: Waits, grace_s: float) -> None:
         self._rank = rank
         self._world_size = world_size
-        self._break_off = break_off
+        self._waits = waits
         self._grace_s = grace_s
         self._run = 0
         self._active = False
@@ -324,12 +327,13 @@ class RankWatch:
         if message["run"] > self._run:
             self._failures_ahead.append((message, text))
             return
+        said = f"{text}. The run cannot go on without it."
         if message["run"] == self._run:
             self._failed.add(message["rank"])
             if not message["explained"]:
-                self._failures.setdefault(message["error"], f"{text}. The run cannot go on without it.")
+                self._failures.setdefault(message["error"], said)
             self._changed.notify_all()
-        self._expect_end(message["run"], text)
+        self._expect_end(message["run"], said, message["error"])
 
     def _judge(self) -> None:
         """Declare ranks dead that are gone although they are needed."""
@@ -350,20 +354,32 @@ class RankWatch:
                 # a mistake of the user's is said where it was found, and most are found by all ranks
                 _log.log(logging.ERROR if is_news else logging.INFO, "Rank %d: %s", self._rank, text)
                 self._expect_end(self._run, text)
-                try:
-                    self._break_off()
-                except Exception:  # the transfers may be gone already; the grace period ends what still waits
-                    _log.debug("Breaking off transfers failed.", exc_info=True)
+                self._waits.stop()  # if they do not end by that, the grace period ends what still waits
 
-    def _expect_end(self, run: int, text: str) -> None:
-        """End this process if the run does not end by itself."""
+    def _expect_end(self, run: int, text: str, failed_with: str | None = None) -> None:
+        """End this process if the run does not end by itself; sooner if it waits for others, of which one has failed.
+
+        Of gloo's transfers none is broken off here, they end with the process on the other side.
+        """
         if not self._active or self._run != run or self._expected_to_end == run:
             return
         self._expected_to_end = run
 
-        def wait() -> None:
+        def is_over(wait_s: float) -> bool:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._run != run or not self._active, self._grace_s):
+                return self._changed.wait_for(lambda: self._run != run or not self._active, wait_s)
+
+        def is_over_by_breaking_off() -> bool:
+            is_in_vain = bool(self._waits.stuck_at(is_over, _PATIENCE_S, self._grace_s))
+            with self._changed:
+                if is_in_vain and not is_over(0):
+                    self._declare(text, failed_with or "", is_news=True)
+            return is_in_vain and not self._waits.stuck_at(is_over, _STUCK_S, 2 * _STUCK_S) and is_over(self._grace_s)
+
+        def wait() -> None:
+            is_ended = is_over(self._grace_s) if failed_with is None else is_over_by_breaking_off()
+            with self._changed:
+                if not (is_ended or is_over(0)):
                     self._end_process(text)
 
         threading.Thread(target=wait, name="pfo-rank-watch-grace", daemon=True).start()

@@ -7,12 +7,14 @@ collective comes to none until the others come, so signals are heard by another 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -77,49 +79,74 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def end_if_stuck(
-    break_off: Callable[[], None],
-    files: Collection[str],
-    progress: Callable[[], int],
-    ended: threading.Event,
-    *,
-    patience_s: float = 3.0,
-    grace_s: float = 1.0,
-) -> None:
+@dataclass(frozen=True)
+class Waits:
+    """How the main thread waits for other processes.
+
+    Attributes:
+        break_off: Makes transfers that wait for others fail.
+        files: Source files in which it waits.
+        progress: Grows with what the process has done.
+    """
+
+    break_off: Callable[[], None]
+    files: Collection[str] = ()
+    progress: Callable[[], int] = lambda: 0
+
+    def stuck_at(self, ended: Callable[[float], object], patience_s: float, within_s: float = math.inf) -> str:
+        """Wait until the main thread is at one place for long.
+
+        Args:
+            ended: Waits so many seconds; whether there is nothing to wait for any more.
+            patience_s: How long it may be there.
+            within_s: How long to look.
+
+        Returns:
+            The place; "" if there was none.
+        """
+        main = threading.main_thread()
+        waited_s, before, since_s = 0.0, None, 0.0
+        while not ended(_LOOK_EVERY_S) and waited_s < within_s:
+            waited_s += _LOOK_EVERY_S
+            now = self._at(main)
+            if now is None or now != before:
+                before, since_s = now, waited_s
+            elif waited_s - since_s >= patience_s:
+                return _place(main, self.files)
+        return ""
+
+    def _at(self, thread: threading.Thread) -> tuple[int, int, int] | None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        waits = frame is not None and frame.f_code.co_filename in self.files
+        return (id(frame), frame.f_lasti, self.progress()) if frame is not None and waits else None
+
+    def stop(self) -> None:
+        """Break off what waits for others."""
+        try:
+            self.break_off()
+        except Exception:  # there may be nothing to break off, or the transfers may be gone already
+            _log.debug("Breaking off transfers failed.", exc_info=True)
+
+
+def end_if_stuck(waits: Waits, ended: threading.Event, *, patience_s: float = 3.0, grace_s: float = 1.0) -> None:
     """Watch the main thread from another; if it waits at one place for long, break off, and end the process at last.
 
     Args:
-        break_off: Makes transfers that wait for others fail.
-        files: Source files in which a process waits for others.
-        progress: Grows with what the process has done.
+        waits: How it waits.
         ended: Set when there is nothing to end any more.
         patience_s: How long it may wait.
         grace_s: How long it may take to end when transfers have failed.
     """
-    main = threading.main_thread()
 
-    def waits_at() -> tuple[int, int, int] | None:
-        frame = sys._current_frames().get(main.ident or 0)
-        waits = frame is not None and frame.f_code.co_filename in files
-        return (id(frame), frame.f_lasti, progress()) if frame is not None and waits else None
+    def has_ended(wait_s: float) -> bool:
+        return ended.wait(wait_s) or not threading.main_thread().is_alive()
 
-    def waits_for(seconds: float) -> bool:
-        before = waits_at()
-        for _ in range(round(seconds / _LOOK_EVERY_S)):
-            if ended.wait(_LOOK_EVERY_S) or before is None or waits_at() != before:
-                return False
-        return True
-
-    while not waits_for(patience_s):
-        if ended.is_set() or not main.is_alive():
-            return
-    place = _place(main, files)
+    place = waits.stuck_at(has_ended, patience_s)
+    if not place:
+        return
     _log.error("SIGTERM ends this process while it waits for others, because they do not come: %s.", place)
-    try:
-        break_off()
-    except Exception:  # there may be nothing to break off
-        _log.debug("Breaking off transfers failed.", exc_info=True)
-    if waits_for(grace_s):
+    waits.stop()
+    if waits.stuck_at(has_ended, grace_s, grace_s + 2 * _LOOK_EVERY_S):
         logging.shutdown()
         os._exit(128 + signal.SIGTERM)
 

@@ -3,6 +3,9 @@
 import copy
 import json
 import sys
+import time
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -175,7 +178,70 @@ def buffers(name):
     (FOLDER / f"buffers_{name}_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
+def prepare(name):
+    """Without accumulation by Accelerate."""
+    set_seed(3)
+    accelerator, net = Accelerator(cpu=True), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    _, loader = make_loaders(batch_size=4)
+    if name == "pipeline":
+        options = {"num_microbatches": 4, "pipeline_module": "layers", "data_parallel_size": 2}
+        return accelerator, *prepare_pipeline(accelerator, net, optimizer, loader, loss_fn, **options)
+    return accelerator, *accelerator.prepare(net, optimizer, loader)
+
+
+def loss_of(model, x, y):
+    return model(x, y) if is_pipeline(model) else loss_fn(model(x), y)
+
+
+def unsynced(name):
+    """Every other batch is in the model's own `no_sync`."""
+    accelerator, model, optimizer, loader = prepare(name)
+    found = []
+    for index, (x, y) in enumerate(loader):
+        with nullcontext() if index % 2 else model.no_sync():
+            loss = loss_of(model, x, y)
+            accelerator.backward(loss)
+        found.append(loss.item())
+        if index % 2:
+            found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def uneven(name):
+    """One replica comes to a further batch than the other, which has it later."""
+    accelerator, model, optimizer, loader = prepare(name)
+    batches, has_ended = list(loader), FOLDER / f"{name}_has_ended"
+    is_first = dist.get_rank() < dist.get_world_size() // 2
+    found = {"losses": [], "waits": []}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model]):
+            for index, (x, y) in enumerate(batches[:4]):
+                if index == 3 and not is_first:
+                    time.sleep(0.5)  # the first one is in its step, if it is not slow
+                    found["waits"].append(not has_ended.exists())
+                loss = loss_of(model, x, y)
+                accelerator.backward(loss)
+                if index == 3 and is_first:
+                    has_ended.touch()
+                optimizer.step()
+                optimizer.zero_grad()
+                found["losses"].append(loss.item())
+    found["said"] = [str(warning.message) for warning in said if "uneven" in str(warning.message)]
+    return found
+
+
+def contexts(name):
+    found = {"unsynced": unsynced(name), "uneven": uneven(name)}
+    (FOLDER / f"contexts_{name}_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
 run_ranks(main, 2, "ddp")
+run_ranks(contexts, 2, "ddp")
+run_ranks(contexts, 4, "pipeline")
 run_ranks(buffers, 2, "ddp")
 run_ranks(buffers, 4, "pipeline")
 run_ranks(main, 4, "pipeline")

@@ -1,8 +1,8 @@
-"""Loops of Accelerate's users, alone and on a pipeline of two; usage: users.py FOLDER.
+"""Loops of Accelerate's users, alone and on a pipeline of one and of two; usage: users.py FOLDER.
 
-Each loop of `LOOPS` is run by one process with Accelerate's own `prepare`, and by two ranks with `prepare_pipeline`;
-what it returns is compared. Each of `REFUSALS` is run by two ranks only. Models with tied weights go on from each
-other's checkpoints.
+Each loop of `LOOPS` is run by one process with Accelerate's own `prepare`, and by one rank and by two with
+`prepare_pipeline`; what it returns is compared. Each of `REFUSALS` is run by two ranks only. Models with tied weights
+go on from each other's checkpoints.
 """
 
 import gc
@@ -83,9 +83,16 @@ def main():
         os._exit(0)
 
 
+def main_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    gc.freeze()
+    write("of_one", {case.__name__: attempt(case) for case in LOOPS})
+
+
 if __name__ == "__main__":
     run_ranks(begin_alone, 1)
     run_ranks(go_on_in_a_pipeline, 2)
     run_ranks(end_alone, 1)
     run_ranks(main, 1)
+    run_ranks(main_of_one, 1)
     run_ranks(main, 2)

@@ -1,6 +1,7 @@
 """Loops of Accelerate's users that are to give the same, alone and on a pipeline; see `users.py`."""
 
 import copy
+import logging
 import weakref
 from contextlib import nullcontext
 
@@ -534,7 +535,74 @@ def state_from_the_beginning():
     return {"losses": losses, "states": told[0]}
 
 
+class Said(logging.Handler):
+    """Takes what is said of norms of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        if "reads gradients of layers of other ranks" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def norm_by_hand(parameters):
+    return float(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm())
+
+
+def norm_of_torch(parameters):
+    return float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def clips_by_a_norm_of_torch(parameters):
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
+    return float(norm)
+
+
+def clips_values(parameters):
+    """Which needs no norm."""
+    nn.utils.clip_grad_value_(parameters, 1e9)
+
+
+def norms_of_gradients():
+    """Each function twice; and what is said of it."""
+    accelerator, model = make_accelerator(), make_net()
+    model, _, _ = prepare(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(**train_loader()[0])["loss"])
+    parameters, logger, found = list(model.parameters()), logging.getLogger("lightning_pfo"), {}
+    for look in (norm_by_hand, norm_of_torch, clips_by_a_norm_of_torch, clips_values):
+        logger.addHandler(said := Said())
+        norms = [look(parameters) for _ in range(2)]
+        logger.removeHandler(said)
+        found[look.__name__] = {"norms": norms, "said": said.texts}
+    infinite = float("inf")
+    whole = model.clip_grad_norm_(infinite) if is_pipeline() else accelerator.clip_grad_norm_(parameters, infinite)
+    return found | {"whole": float(whole)}
+
+
+def accumulated_without_sync():
+    """By the model's own context, which one process does not have."""
+    accelerator, model = make_accelerator(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = prepare(accelerator, model, optimizer)
+    found = []
+    for index, batch in enumerate(train_loader()[:6]):
+        with model.no_sync() if is_pipeline() and index % 2 == 0 else nullcontext():
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+        found.append(loss.item())
+        if index % 2:
+            found.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 LOOPS = (
+    norms_of_gradients,
+    accumulated_without_sync,
     two_of_one_accelerator,
     rolled_back,
     state_from_the_beginning,

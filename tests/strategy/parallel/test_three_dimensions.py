@@ -13,6 +13,7 @@ from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_shardable
+from tests.comparing import check
 from tests.launch import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -108,12 +109,27 @@ def test_each_stage_of_zero_divides_what_it_says(folder):
         assert of_stage["zero1"] == {"F": [False, False], "B": [False, False]} | _last(of_stage["zero1"], False, False)
         assert of_stage["zero2"] == {"F": [False, False], "B": [False, True]} | _last(of_stage["zero2"], False, True)
         assert of_stage["zero3"] == {"F": [True, False], "B": [True, True]} | _last(of_stage["zero3"], True, True)
-        for name in ("zero2", "zero3"):
-            assert seen[name]["loss"] == pytest.approx(seen["zero1"]["loss"], abs=2e-5)
-        assert seen["bf16"]["loss"] == pytest.approx(seen["zero1"]["loss"], rel=0.02)
+        assert seen["bf16"]["loss"] == pytest.approx(seen["zero1"]["loss"], abs=0.02)
         assert seen["bf16"]["loss"] != seen["zero1"]["loss"]
-        assert seen["offloaded"]["loss"] == pytest.approx(seen["zero3"]["loss"], abs=2e-5)
         assert seen["offloaded"]["policies"] == ["CPUOffloadPolicy"]
+
+
+@pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "offloaded"])
+def test_each_stage_of_zero_trains_like_ddp(folder, name):
+    """Clipping by global norm, accumulation; two replicas, which read different batches."""
+    ddp = [read(folder, f"ddp_of_zero_{replica}") for replica in (0, 1)]
+    assert ddp[0]["loss"] != ddp[1]["loss"]
+    for rank in range(4):
+        found = read(folder, f"zero_{rank}")[name]
+        assert len(found["loss"]) == 8
+        assert found["loss"] == pytest.approx(ddp[rank // 2]["loss"], abs=2e-5)
+        assert len(found["norms"]) == 4
+        assert found["norms"] == pytest.approx(ddp[0]["norms"], abs=2e-5)
+        if rank == 0:
+            check(found["weights"], ddp[0]["weights"], "weights")
+        else:
+            assert found["weights"] is None
 
 
 @pytest.mark.skipif(torch.__version__ < OLDEST_FSDP["cpu"], reason="this torch keeps replicas whole")
@@ -126,8 +142,7 @@ def test_copies_of_divided_layers_train_as_if_all_replicas_divided_them(folder):
             assert seen[name]["held"]["stem.weight"] == 48
         assert (seen["pairs"]["weights"] is None) == (rank > 0)
     seen = read(folder, "zero_0")
-    for mine, theirs in zip(seen["pairs"]["weights"], seen["all"]["weights"], strict=True):
-        assert torch.tensor(mine) == pytest.approx(torch.tensor(theirs), abs=2e-5)
+    check(seen["pairs"]["weights"], seen["all"]["weights"], "weights")
 
 
 @pytest.mark.parametrize(

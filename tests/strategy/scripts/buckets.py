@@ -70,6 +70,7 @@ def replicas(schedule):
     def noting(tensor, *args, **kwargs):
         if kwargs.get("group") is model.replica_group and tensor.is_floating_point():
             order.done.append(f"reduce {tensor.numel()}")
+            assert kwargs["async_op"], "the pipeline would wait for replicas"
         return all_reduce(tensor, *args, **kwargs)
 
     dist.all_reduce = noting
@@ -221,10 +222,14 @@ def buckets():
 class Sums(L.LightningModule):
     """The gradients of later microbatches are so small beside the first one's that sums in 16 bits lose them."""
 
-    def __init__(self):
+    def __init__(self, samples_of_replicas=()):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.gradients = []
+        self.samples_of_replicas, self.gradients = samples_of_replicas, []
+
+    def train_dataloader(self):
+        samples = self.samples_of_replicas[self.trainer.strategy.mesh.replica]
+        return DataLoader(TensorDataset(torch.tensor([[sample, 0.0] for sample in samples])), batch_size=8)
 
     def training_step(self, batch, batch_idx):
         return (self.layers(batch[0]).sum(1) * batch[0][:, 0]).mean()
@@ -236,25 +241,28 @@ class Sums(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.0)
 
 
-def sum_in_16_bits():
+def sum_in_16_bits(samples_of_replicas, expected):
+    """Without precise gradients, and with them."""
+    num_replicas = len(samples_of_replicas)
     found = []
     for precise_gradients in (False, True):
-        module = Sums()
-        strategy = PfoPipelineStrategy(num_microbatches=8, check_loss=False, precise_gradients=precise_gradients)
+        module = Sums(samples_of_replicas)
+        options = {"num_microbatches": 8 // num_replicas, "check_loss": False, "data_parallel_size": num_replicas}
+        strategy = PfoPipelineStrategy(precise_gradients=precise_gradients, **options)
         trainer = L.Trainer(
             accelerator="cpu",
-            devices=2,
+            devices=2 * num_replicas,
             strategy=strategy,
             precision="bf16-true",
             max_epochs=1,
+            use_distributed_sampler=False,
             **QUIET,
         )
-        x = torch.tensor([[512.0, 0.0], *[[1.0, 0.0]] * 7])
-        trainer.fit(module, DataLoader(TensorDataset(x), batch_size=8))
+        trainer.fit(module)
         found.append(module.gradients[1])
         assert all(gradient.dtype == torch.bfloat16 for gradient in module.gradients)
     if strategy.mesh.rank == 1:
-        assert [gradient.tolist() for gradient in found] == [[64.0, 64.0], [65.0, 65.0]]  # 519 / 8
+        assert [gradient.tolist() for gradient in found] == [[each] * 2 for each in expected], found
 
 
 class RunsOutOfMemory(Sums):
@@ -280,4 +288,6 @@ def error_of_a_replica():
 
 run_ranks(check, 4)
 run_ranks(error_of_a_replica, 4)
-run_ranks(sum_in_16_bits, 2)
+run_ranks(sum_in_16_bits, 2, [[512.0, *[1.0] * 7]], [64.0, 65.0])  # 519 / 8
+# 129.4 of one replica and 0.2 of the other: it would be 64.5 if their mean were that of sums in 16 bits
+run_ranks(sum_in_16_bits, 4, [[512.0, *[1.9] * 3], [0.2] * 4], [64.0, 65.0])

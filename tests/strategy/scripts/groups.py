@@ -94,11 +94,16 @@ class Regression(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.model[3].weight = self.model[0].weight  # whose users have a group of their own
+        self.timeouts = []
 
     def training_step(self, batch, batch_idx):
         loss = self.model(batch).square().mean()
         self.log("loss", loss, on_epoch=True, sync_dist=True)
         return loss
+
+    def on_train_batch_end(self, *_):
+        self.timeouts.append([timeout_of(group) for group in all_groups() if group is not dist.group.WORLD])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -120,7 +125,10 @@ def fit_again_and_again():
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Regression(), DataLoader(torch.randn(8, 4), batch_size=4))
+        trainer.fit(module := Regression(), DataLoader(torch.randn(8, 4), batch_size=4))
+        assert len(module.timeouts[0]) >= 3, "no group of its own"
+        for timeouts in module.timeouts:  # groups of the fit before are gone, or are those of this one
+            assert set(timeouts) == {timedelta(seconds=timeout_s)}, timeouts
         numbers.append(len(all_groups()))
     assert numbers[1:] == numbers[:1] * 3, numbers
 

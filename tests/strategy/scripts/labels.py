@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pfo.strategy import PfoPipelineStrategy
@@ -192,6 +192,14 @@ class ByClass(Named):
         return self.criterion(self.layers(x).mT, labels)
 
 
+class Detected(Named):
+    """Has a sum over all positions, which it divides by how many are positive, as detectors do: at least by one."""
+
+    def loss(self, x, labels):
+        of_all = binary_cross_entropy_with_logits(self.layers(x)[..., 0], (labels > 0).float(), reduction="sum")
+        return of_all / (labels > 0).sum().clamp(min=1)
+
+
 class Segments(ByClass):
     """Has 255 where there is no class."""
 
@@ -213,6 +221,8 @@ def samples(numbers_of_gaps, make):
         mask, weights = torch.arange(LENGTH) < LENGTH - gaps, torch.tensor(1.0 + gaps)
         if issubclass(make, (Padded, ByClass)):
             labels = torch.where(mask, labels.clamp(min=PADDING + 1), getattr(make, "PADDING", PADDING))
+        elif make is Detected:
+            labels = mask.long()
         elif make not in (Masked, Weighted, WeightedNarrowly):
             labels[:gaps] = -100
         x = torch.randn(LENGTH, 4, generator=generator)
@@ -260,6 +270,8 @@ CASES = {
     "by class, padded later": (ByClass, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "masked later": (Masked, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),
+    "detected": (Detected, [0, 1, 6, 6, 3, 4, 2, 6, *RAGGED]),
+    "detected, none later": (Detected, [min(gaps, 4) for gaps in RAGGED] + [0, 1, 6, 6, 3, 4, 2, 6] * 2 + [LENGTH] * 8),
     "segments": (Segments, [min(gaps, 5) for gaps in RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, one has none, divided": (Named, [LENGTH, 0] * 4 + [1, 3] * 4),

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.watch.connection import Address
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
 
 FOLDER = Path(sys.argv[2])
 
@@ -153,7 +154,7 @@ def deaths():
 
 def watched(rank, read_end, script):
     """A rank whose transfers cannot be broken off; `script` is what it does in its run."""
-    watch = RankWatch(rank, 3, lambda: None, grace_s=20 if script is begin_again else 0.5)
+    watch = RankWatch(rank, 3, Waits(lambda: None), grace_s=20 if script is begin_again else 0.5)
     if rank == 0:
         address = watch.listen("127.0.0.1", local_only=True)
         for _ in range(2):

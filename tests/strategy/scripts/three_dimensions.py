@@ -207,41 +207,19 @@ class Divided(L.Callback, InstructionListener):
 
 
 def run_zero(folder):
-    """What is divided when, and gradients, on two replicas of two stages."""
+    """What is divided when, and gradients, on two replicas of two stages; and losses and weights of two epochs."""
     found = {}
     for name in ZERO if CAN_SHARD else ():
-        L.seed_everything(3)
-        module, divided = Module(divided=False), Divided()
-        strategy = PfoPipelineStrategy(num_microbatches=4, check_loss=False, data_parallel_size=2, fully_shard=name)
-        loader = DataLoader(make_data(32, 1), batch_size=8)
-        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy, callbacks=[divided])
-        found[name] = {"loss": module.seen["loss"], "divided": divided.seen}
-    for name in ("all", "pairs") if CAN_SHARD else ():
-        L.seed_everything(3)
-        module = Module(divided=False)
-        size = 2 if name == "pairs" else None
-        strategy = PfoPipelineStrategy(
-            num_microbatches=2, check_loss=False, data_parallel_size=4, fully_shard="zero2", shard_size=size
-        )
-        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
-        whole = strategy.gather_module()
-        weights = None if whole is None else [p.tolist() for p in whole.parameters()]
-        held = {key: local_part(p).numel() for key, p in module.named_parameters()}
-        found[name] = {"loss": module.seen["loss"], "held": held, "weights": weights}
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        divided = Divided()
+        found[name] = train_divided(4, callbacks=[divided], num_microbatches=4, data_parallel_size=2, fully_shard=name)
+        found[name]["divided"] = divided.seen
+    for name, shard_size in (("all", None), ("pairs", 2)) if CAN_SHARD else ():
+        options = {"num_microbatches": 2, "data_parallel_size": 4, "fully_shard": "zero2", "shard_size": shard_size}
+        found[name] = train_divided(4, **options)
     if CAN_SHARD:
-        L.seed_everything(3)
-        module = Module(divided=False)
-        strategy = PfoPipelineStrategy(
-            num_microbatches=4, data_parallel_size=2, fully_shard="zero3", shard_precision=precision
-        )
-        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
-        found["bf16"] = {"loss": module.seen["loss"]}
-        L.seed_everything(3)
-        module = Module(divided=False)
-        strategy = PfoPipelineStrategy(
-            num_microbatches=4, check_loss=False, data_parallel_size=2, fully_shard="zero3", shard_offload=True
-        )
+        options = {"num_microbatches": 4, "data_parallel_size": 2, "fully_shard": "zero3"}
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        found["bf16"] = train_divided(4, check_loss=True, **options, shard_precision=precision)
         policies, fully_shard = [], fsdp.fully_shard
 
         def noted(*args, **kwargs):
@@ -249,9 +227,40 @@ def run_zero(folder):
             return fully_shard(*args, **kwargs)
 
         fsdp.fully_shard = noted
-        fit(module, loader, None, max_epochs=1, devices=4, strategy=strategy)
-        found["offloaded"] = {"loss": module.seen["loss"], "policies": sorted(set(policies))}
+        found["offloaded"] = train_divided(4, **options, shard_offload=True)
+        found["offloaded"]["policies"] = sorted(set(policies))
     (folder / f"zero_{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+class Norms(L.Callback):
+    """Norms of all gradients before they are clipped; neither clipping nor AdamW minds if all are twice as large."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        strategy = trainer.strategy
+        by_hand = not isinstance(strategy, PfoPipelineStrategy)
+        norm = torch.cat([p.grad.flatten() for p in pl_module.parameters()]).norm() if by_hand else strategy.grad_norm()
+        self.seen.append(float(norm))
+
+
+def train_divided(devices, callbacks=(), check_loss=False, **options):
+    """By a pipeline, or without options of one by DDP."""
+    L.seed_everything(3)
+    module, loader = Module(divided=False), DataLoader(make_data(32, 1), batch_size=4)
+    module.configure_model()  # in a fit of DDP, Lightning has other random numbers
+    strategy = PfoPipelineStrategy(check_loss=check_loss, **options) if options else "ddp"
+    trainer = fit(module, loader, None, devices=devices, strategy=strategy, callbacks=[*callbacks, norms := Norms()])
+    held = {key: local_part(p).numel() for key, p in module.named_parameters()}
+    whole = trainer.strategy.gather_module() if options else module
+    weights = None if whole is None else {key: p.tolist() for key, p in whole.named_parameters()}
+    return {"loss": module.seen["loss"], "norms": norms.seen, "held": held, "weights": weights}
+
+
+def run_ddp(folder):
+    replica = dist.get_rank()
+    (folder / f"ddp_of_zero_{replica}.json").write_text(json.dumps(train_divided(2)))
 
 
 def local_part(tensor):
@@ -291,4 +300,5 @@ def main_of_four(folder):
 FOLDER = Path(sys.argv[1])
 run_ranks(main, 8, ["tensor", "sharded"], FOLDER)
 run_ranks(main_of_four, 4, FOLDER)
+run_ranks(run_ddp, 2, FOLDER)
 run_ranks(run_single, 1, FOLDER)

@@ -92,3 +92,14 @@ def test_a_rank_that_ends_while_others_are_in_a_step_does_not_wait_for_them_to_s
     assert "No checkpoint is saved at this end" in told.stdout
     assert "is ended, because" not in told.stdout  # after half a minute
     assert not [*tmp_path.glob("*.ckpt")]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_script_catches_what_it_alone_has_raised_lets_the_others_not_wait(tmp_path):
+    script = SCRIPT.with_name("ending_alone.py")
+    told = run_script(script, tmp_path, "caught", expect_success=False, timeout_s=120, fresh=True)
+    assert "Rank 0 is ended, because rank 1" in told.stdout
+    assert "failed with ValueError: of this rank" in told.stdout
+    first, _, second = (tmp_path / "rank_1.txt").read_text().partition("RankDiedError: ")
+    assert first == "ValueError: of this rank"
+    assert second.startswith("rank 0 died")

@@ -10,9 +10,10 @@ SCRIPT = """
 import logging, time
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.watch.rank_watch import RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
 
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-hub, other = (RankWatch(rank, 2, lambda: None, grace_s=60) for rank in (0, 1))
+hub, other = (RankWatch(rank, 2, Waits(lambda: None), grace_s=60) for rank in (0, 1))
 other.connect(hub.listen("localhost", local_only=True))
 hub.begin()
 other.begin()
@@ -87,10 +88,11 @@ def test_a_rank_that_has_failed_is_named_though_its_process_has_not_ended_yet(tm
 CALLS = """
 import logging, time
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
 
 logging.basicConfig(level=logging.CRITICAL, format="%(levelname)s %(message)s")
 broken = []
-hub, other, third = (RankWatch(rank, 3, lambda: broken.append("off"), grace_s=60) for rank in range(3))
+hub, other, third = (RankWatch(rank, 3, Waits(lambda: broken.append("off")), grace_s=60) for rank in range(3))
 address = hub.listen("localhost", local_only=True)
 other.connect(address)
 third.connect(address)
@@ -158,13 +160,14 @@ def test_a_process_that_waits_in_such_a_call_all_the_same_is_ended(tmp_path):
 JOINS_LATE = """
 import time
 from lightning_pfo.strategy.watch.rank_watch import RankDiedError, RankWatch
+from lightning_pfo.strategy.watch.stuck import Waits
 
 def until(condition):
     end = time.monotonic() + 30
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
 
-hub, other, third = (RankWatch(rank, 3, lambda: None, grace_s=60) for rank in range(3))
+hub, other, third = (RankWatch(rank, 3, Waits(lambda: None), grace_s=60) for rank in range(3))
 address = hub.listen("localhost", local_only=True)
 other.connect(address)
 """

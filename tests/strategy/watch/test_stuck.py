@@ -1,5 +1,8 @@
+import inspect
+
 import pytest
 
+from lightning_pfo.strategy.watch.stuck import end_if_stuck
 from tests.launch import run_script
 
 
@@ -22,7 +25,7 @@ def test_who_is_asked_to_end_and_waits_for_others_ends(tmp_path, waiting, breaki
 
 STUCK = """
 import logging, os, signal, sys, threading, time
-from lightning_pfo.strategy.watch.stuck import end_if_stuck, heard
+from lightning_pfo.strategy.watch.stuck import Waits, end_if_stuck, heard
 
 logging.basicConfig()
 lock, done, ended = threading.Lock(), [], threading.Event()
@@ -34,7 +37,7 @@ def break_off():
 
 
 def then():
-    end_if_stuck(break_off, {__file__}, lambda: len(done), ended, patience_s=0.3, grace_s=0.3)
+    end_if_stuck(Waits(break_off, {__file__}, lambda: len(done)), ended, patience_s=0.3, grace_s=0.3)
 
 
 before = signal.set_wakeup_fd(-1)
@@ -58,6 +61,11 @@ with heard(signal.SIGTERM, then):
 assert signal.set_wakeup_fd(-1) == -1
 assert threading.active_count() == 1
 """
+
+
+def test_who_is_asked_to_end_is_given_less_than_five_seconds():
+    parameters = inspect.signature(end_if_stuck).parameters
+    assert parameters["patience_s"].default + parameters["grace_s"].default < 5
 
 
 def test_a_rank_that_hangs_in_a_collective_obeys_sigterm_and_says_where(tmp_path):
@@ -121,7 +129,7 @@ while not (FOLDER / "hangs").exists():
 time.sleep(0.5)  # rank 1 comes to the place where they meet
 for rank in ranks:
     os.kill(rank.pid, signal.SIGTERM)
-ranks[1].join()
+ranks[1].join(40)  # in a collective it would wait for half an hour
 assert ranks[1].exitcode in (1, 143), ranks[1].exitcode
 (FOLDER / "goes on").touch()
 ranks[0].join()

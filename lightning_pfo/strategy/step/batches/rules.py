@@ -24,10 +24,11 @@ from lightning_pfo.strategy.step.batches.structures import taken_apart
 
 Rule = str | int
 """Numbers: `sum`, `mean` (where a sum would be expected), `first` (they are equal), `largest`, `least`, `begin` (that
-of the first), `end` (the last), `samples` (the mean over samples, whatever the `batch_size` of a log says). Lists:
-`items` are joined, `parts` are merged. Tensors: the dimension along which they are joined, `fixed` (floating-point
-numbers of which nothing is known), `counts` (such integers), or one for numbers. Texts: `first` (they are equal),
-`begin`, `end`, or `apart`: that of both as one batch is another. `begin` and `end` of tensors and lists: see `ROWS`."""
+of the first), `end` (the last), `samples` (the mean over samples, whatever the `batch_size` of a log says), `weighed`
+(added up by weights as the loss is, also where these do not add up to 1). Lists: `items` are joined, `parts` merged.
+Tensors: the dimension along which they are joined, `fixed` (floating-point numbers of which nothing is known), `counts`
+(such integers), or one for numbers. Texts: `first` (they are equal), `begin`, `end`, or `apart`: that of both as one
+batch is another. `begin` and `end` of tensors and lists: see `ROWS`."""
 OF_NUMBERS = frozenset(("sum", "mean", "first", "largest", "least", "begin", "end", "fixed", "counts"))
 """Rules that say something of numbers, and of tensors and arrays of them."""
 OF_TOTALS = "totals"

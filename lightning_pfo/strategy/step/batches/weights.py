@@ -106,6 +106,7 @@ class Labels(NamedTuple):
         ignored: Which have no part: -100, what sequences are padded with, or 0 in a mask.
         class_weights: How much each class counts; none: all alike.
         are_weights: Whether these are no labels, but say themselves how much a sample counts: weights, lengths.
+        at_least: What the loss is divided by where there are fewer: `loss.sum() / max(number, 1)`; 0: no such number.
     """
 
     path: str
@@ -113,12 +114,14 @@ class Labels(NamedTuple):
     ignored: float = IGNORED_LABEL
     class_weights: tuple[float, ...] = ()
     are_weights: bool = False
+    at_least: float = 0.0
 
     def __str__(self) -> str:
         """What counts, and where it is."""
         which = "labels, weighted by class" if self.class_weights else f"labels that are not {self.ignored:g}"
         which = "weights or lengths" if self.are_weights else which
-        return f"{which} ({self.path}{', without the first of each sequence' if self.are_shifted else ''})"
+        where = f"{self.path}{', without the first of each sequence' if self.are_shifted else ''}"
+        return f"{which} ({where}){f', at least {self.at_least:g}' if self.at_least else ''}"
 
     def counts(self, parts: Sequence[Any]) -> tuple[float, ...] | None:
         """How many there are in each microbatch; None where one has none at this place."""
@@ -127,6 +130,17 @@ class Labels(NamedTuple):
             return None
         counts = [self.number_in(torch.as_tensor(label)) for label in found]
         return tuple(map(float, torch.stack(counts).tolist()))  # one transfer from the GPU
+
+    def at_least_one(self) -> Labels:
+        """The same, where a loss is divided by no less than one."""
+        return Labels(self.path, self.are_shifted, self.ignored, self.class_weights, self.are_weights, 1.0)
+
+    def shares(self, counts: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
+        """How much microbatches with so many, and of these sizes, count in the loss of their batch; see `shares_of`."""
+        if not self.at_least:
+            return shares_of(counts, sizes)
+        total = max(math.fsum(counts), self.at_least)
+        return tuple(max(count, self.at_least) / total for count in counts)
 
     def number_in(self, label: torch.Tensor) -> torch.Tensor:
         """How many there are in a tensor of them, or how much they count."""

@@ -199,13 +199,14 @@ class Effects:
         calls = merged_calls(self._calls, sizes, weights, rules)
         self._is_alone = len(sizes) == 1 and not is_sent
         self.told = [call for call in calls if is_of_metric(call)]
+        dear = self._attributes.dear(changes) if is_sent else {}
         if is_sent:
-            self.dear = self._attributes.dear(changes)
+            self.dear = dear
             self._here = self.told
             calls = [call for call in calls if not is_of_metric(call)]
         return {
-            "changes": {path: change for path, change in changes.items() if path not in self.dear},
-            "rows": {path: where for path, where in self._attributes.rows.items() if path not in self.dear},
+            "changes": {path: change for path, change in changes.items() if path not in dear},
+            "rows": {path: where for path, where in self._attributes.rows.items() if path not in dear},
             "switched": self._switched,
             "drawn": self._attributes.generators.drawn(),
             "taken": self._attributes.streams.taken(),

@@ -144,7 +144,7 @@ class Merge:
                 f"What a step leaves in {place.split('[')[0]} cannot be put together from that of microbatches: each "
                 f"makes a text, or None, of its own values or sizes, and that of the last one stays. Keep the numbers "
                 f"or tensors that it is made of, which are those of the batch, and make it after the step "
-                f"(in on_train_batch_end)."
+                f"(in on_train_batch_end, or your loop)."
             )
         return values[-1]
 

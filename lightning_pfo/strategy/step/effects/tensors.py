@@ -133,7 +133,8 @@ class LargeTensors:
             )
         warn_once(
             f"A step writes into {named(path)}. Its {size / 2**20:.1f} MiB are sent to all ranks after every batch in "
-            f"which it does so.{how} Keep less, or write after the step (in on_train_batch_end), on all ranks."
+            f"which it does so.{how} Keep less, or write after the step (in on_train_batch_end, or your loop), on all "
+            f"ranks."
         )
 
 

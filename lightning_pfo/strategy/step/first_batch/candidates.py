@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,16 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
         if _may_be_weights(leaf):
             weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
     return labels + weights
+
+
+def with_least(found: Iterable[Labels], parts: Sequence[Any]) -> list[Labels]:
+    """Labels, and each of which a microbatch has less than one by which a loss may be divided as if there were one."""
+    with_counts = [(labels, labels.counts(parts)) for labels in found]
+    return [
+        each
+        for labels, counts in with_counts
+        for each in ([labels, labels.at_least_one()] if counts is not None and min(counts) < 1 else [labels])
+    ]
 
 
 def _may_be_weights(leaf: torch.Tensor) -> bool:

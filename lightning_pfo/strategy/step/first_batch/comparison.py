@@ -89,7 +89,7 @@ class Comparison:
         self._number: Counter[Source] = Counter()
         self._untold: set[Source] = set()
         self._number_trained = 0
-        self._asked: dict[Source, int] = {}
+        self._asked: defaultdict[Source, dict[tuple[str, float], int]] = defaultdict(dict)
         self._looks_later = True
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
@@ -112,7 +112,9 @@ class Comparison:
         self._number_trained += kind == "train"
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
-        is_telling = self._may_tell(source) and self._tells_of_labels(first)
+        telling = self._telling_labels(first)
+        tells_of_none = self._tells_of_none(first)
+        is_telling = bool(telling) or tells_of_none
         if is_late and self._is_again_due(source):
             self._tries[source] = 1
         is_second = kind == "train" and self._number_trained == _SECOND
@@ -126,7 +128,9 @@ class Comparison:
         everywhere = self._divided or (kind == "train" and is_due and self._are_alike(first))
         self._compare_now(first, everywhere=everywhere, is_late=is_late)
         if is_telling:
-            self._asked[source] = self._number_trained
+            self._asked[source] |= dict.fromkeys(telling, self._number_trained)
+            if tells_of_none:
+                self._runner.rules.note_none(source)
             if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
                 self._runner.rules.weigh_by(source, None, self._runner.rules.ignored)
 
@@ -145,18 +149,28 @@ class Comparison:
         numbers = set(self._engine.all_gather(len(of.parts), everywhere=True))
         return len(numbers) == 1 and numbers != {1}
 
-    def _may_tell(self, source: Source) -> bool:
-        """Whether labels may tell now what they did not before: with untrained layers losses may be all the same."""
-        asked, is_training = self._asked.get(source), source[0] == "train"
-        return asked is None or self._number_trained >= asked + (max(asked, 1) if is_training else 1)
+    def _telling_labels(self, of: StepOnBatch) -> set[tuple[str, float]]:
+        """Labels of a batch that may tell now what they count; those of all replicas where layers are divided.
 
-    def _tells_of_labels(self, of: StepOnBatch) -> bool:
-        """Whether labels of a batch can tell what they count; those of one replica where layers are divided."""
-        is_telling = self._runner.rules.tells_of_labels(of)
-        if not self._divided or not self._runner.rules.asks_for_labels(of.source):
-            return is_telling
-        told = self._engine.all_gather((is_telling, len(of.parts)), everywhere=True)
-        return any(is_telling for is_telling, _ in told) and len({number for _, number in told}) == 1
+        They may again what they did not before: with untrained layers losses may be all the same.
+        """
+        asked, number, is_training = self._asked[of.source], self._number_trained, of.kind == "train"
+        if is_training and number < 2 * max(asked.values(), default=0):
+            return set()
+        telling = self._runner.rules.telling_labels(of)
+        if self._divided and self._runner.rules.asks_for_labels(of.source):
+            told = self._engine.all_gather((telling, len(of.parts)), everywhere=True)
+            are_alike = len({number for _, number in told}) == 1
+            telling = set().union(*(telling for telling, _ in told)) if are_alike else set()
+        return {each for each in telling if is_training or asked.get(each, -1) < number}
+
+    def _tells_of_none(self, of: StepOnBatch) -> bool:
+        """Whether a batch can tell how a microbatch without labels counts; that of one replica where all compare."""
+        tells = self._runner.rules.tells_of_none(of)
+        if not self._divided or not self._runner.rules.asks_for_none(of.source):
+            return tells
+        told = self._engine.all_gather((tells, len(of.parts)), everywhere=True)
+        return any(tells for tells, _ in told) and len({number for _, number in told}) == 1
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """Whether a batch that was not compared is to be: it has called, left or logged what none has before.

@@ -45,6 +45,7 @@ class KnownRules:
         self._was_found: set[Source] = set()
         self._refuted: defaultdict[Source, set[int]] = defaultdict(set)
         self._masks: defaultdict[Source, set[str]] = defaultdict(set)
+        self._none: set[tuple[Source, Labels]] = set()
         self.ways: set[int] = set()
         """How losses of training steps were made so far, see `way_of`."""
         self.ignored: set[int] = {IGNORED_LABEL}
@@ -104,22 +105,44 @@ class KnownRules:
         has_no_padding_yet = known.class_weights and known.ignored == IGNORED_LABEL
         return self.ignored - {IGNORED_LABEL} if has_no_padding_yet else set()
 
-    def tells_of_labels(self, of: StepOnBatch) -> bool:
-        """Whether a batch can tell if numbers are means over labels or over samples, which nobody knows yet."""
+    def telling_labels(self, of: StepOnBatch) -> set[tuple[str, float]]:
+        """Where a batch has labels, and which have no part, that can tell if numbers are means over them.
+
+        None where that is known.
+        """
         batching, parts = self._batching, of.parts
         if len(parts) == 1 or not self.asks_for_labels(of.source):
-            return False
+            return set()
         noticed = batching.integers()
         integers = integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed
         ignored = self._untold_of(of.source)
         masks = {path for path, leaf in integers.items() if may_be_mask(path, leaf) and has_gaps(leaf, 0)}
         masks, self._masks[of.source] = masks - self._masks[of.source], self._masks[of.source] | masks
         if not masks and not have_gaps(integers.values(), ignored):
-            return False
+            return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
         found += [Labels(path, False, 0) for path in masks]
-        return any(self.weights_by(labels, parts.parts, parts.sizes) != of_samples for labels in found)
+        telling = [labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples]
+        return {(labels.path, labels.ignored) for labels in telling}
+
+    def asks_for_none(self, source: Source) -> bool:
+        """Whether nobody knows how a microbatch without any of the labels counts that losses are means over."""
+        known = self._labels.get(source)
+        return known is not None and not known.at_least and (source, known) not in self._none
+
+    def tells_of_none(self, of: StepOnBatch) -> bool:
+        """Whether a batch has such a microbatch, and others that have some."""
+        known = self._labels.get(of.source)
+        if known is None or not self.asks_for_none(of.source) or len(of.parts) == 1:
+            return False
+        counts = known.counts(of.parts.parts)
+        return counts is not None and min(counts) < 1 <= max(counts)
+
+    def note_none(self, source: Source) -> None:
+        """Keep in mind that a batch with such a microbatch was compared."""
+        if (known := self._labels.get(source)) is not None:
+            self._none.add((source, known))
 
     def weigh_by(self, source: Source, labels: Labels | None, ignored: Iterable[int] = ()) -> None:
         """Let microbatches count by their labels from now on.
@@ -139,8 +162,9 @@ class KnownRules:
 
     def weights_by(self, labels: Labels | None, parts: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much they count by these labels; None, or where a batch has none of them: by what was said."""
-        counts = None if labels is None or is_divided_by_items(parts[0]) else labels.counts(parts)
-        return self._batching.weights(parts, sizes) if counts is None else shares_of(counts, sizes)
+        if labels is None or is_divided_by_items(parts[0]) or (counts := labels.counts(parts)) is None:
+            return self._batching.weights(parts, sizes)
+        return labels.shares(counts, sizes)
 
     @contextmanager
     def looking(self, of: StepOnBatch, run: StepRun, seed: int) -> Iterator[Rules]:

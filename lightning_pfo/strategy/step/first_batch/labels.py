@@ -19,7 +19,12 @@ from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.batches.weights import Labels
 from lightning_pfo.strategy.step.effects.fresh import anew
-from lightning_pfo.strategy.step.first_batch.candidates import labels_with_gaps, labels_without_gaps, take_labels_away
+from lightning_pfo.strategy.step.first_batch.candidates import (
+    labels_with_gaps,
+    labels_without_gaps,
+    take_labels_away,
+    with_least,
+)
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, gap
 from lightning_pfo.strategy.step.first_batch.rehearsal import Rehearsal
@@ -102,6 +107,7 @@ class LabelChoice:
         before = rules.labels(of.source)
         shifts = self._batching.shifted_labels
         found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
+        found = with_least([*filter(None, [before]), *found], parts.parts) if pairs else []
         told = [labels for each in tell(found) for labels in each]
         ignored = {int(labels.ignored) for labels in told}
         # replicas may have found out by themselves, each by other samples
@@ -167,6 +173,7 @@ class LabelChoice:
         for each in ran:
             if others is None:
                 found = labels_without_gaps(each.of.batch, self._owner, self._rules.ignored) if each.pairs else []
+                found = with_least(found, each.parts.parts)
                 others = list(dict.fromkeys(labels for told in self._rehearsal.tell(found) for labels in told))
             distances = self._tried(each, others, distance).distances
             others = [labels for labels, apart in zip(others, distances, strict=False) if not apart]

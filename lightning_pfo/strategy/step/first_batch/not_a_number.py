@@ -54,9 +54,9 @@ def refuse_nan(
         raise ConfigurationError(
             f"{seen}, although the batch and all parameters are finite, so training would change all weights to NaN. "
             f"Look at the loss: a mean over no elements (a microbatch whose labels are all -100: use fewer "
-            f"microbatches), log(0), 0 / 0, or an overflow in 16 bits. Trainer(detect_anomaly=True), or "
-            f"torch.autograd.set_detect_anomaly(True), names the operation; if "
-            f"num_microbatches=1 and schedule='gpipe' give a number, the loss does not suit microbatches."
+            f"microbatches), log(0), 0 / 0, or an overflow in 16 bits. torch.autograd.set_detect_anomaly(True) names "
+            f"the operation; if num_microbatches=1 and schedule='gpipe' give a number, the loss does not suit "
+            f"microbatches."
         )
     if engine.is_speaker:
         why = (

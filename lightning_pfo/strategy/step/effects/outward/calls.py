@@ -225,7 +225,7 @@ def _tell_of_texts(path: Path, given: Mapping[Any, Any], rules: Rules | None, pl
             warn_once(
                 f"A step says {value!r} by {called}. All microbatches say so, and all of them together would say "
                 f"another text: a number of samples in it is that of a microbatch. Say it after the step "
-                f"(in on_train_batch_end), from what the step returns or keeps in attributes."
+                f"(in on_train_batch_end, or your loop), from what the step returns or keeps in attributes."
             )
 
 
@@ -268,7 +268,7 @@ def texts(calls: Sequence[Call], rules: Rules | None, place: str) -> list[Call]:
             f"A step writes into the file {named(calls[0][0][0][1])} what is another text for each microbatch, or for "
             f"all of them together. What differs is all written, by the first rank, one after the other; on one device "
             f"there is one text for a batch. Keep it in an attribute (numbers, lists and tensors are put together as "
-            f"one batch has them) and write after the step (in on_train_batch_end)."
+            f"one batch has them) and write after the step (in on_train_batch_end, or your loop)."
         )
     return [calls[0]] if are_same else list(calls)
 

@@ -113,8 +113,9 @@ def collectives_in_steps(
     def refused(name: str, *_: Any, **__: Any) -> Any:
         raise ConfigurationError(
             f"torch.distributed.{name} in a step: the rank of the last stage alone runs a step to its end, and others "
-            f"would not come. {users_line()} Use self.all_gather, or all_reduce and all_gather of torch.distributed, "
-            f"which go over the replicas there; or do it after the step (in on_train_batch_end)."
+            f"would not come. {users_line()} Use all_reduce and all_gather of torch.distributed, or self.all_gather of "
+            f"a module, which go over the replicas there; or do it after the step (in on_train_batch_end, or your "
+            f"loop)."
         )
 
     def rank(ordinary: Callable[..., Any]) -> Any:

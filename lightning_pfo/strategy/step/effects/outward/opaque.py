@@ -56,8 +56,8 @@ class OpaqueLook:
                     f"A step changes {named(path)}, of {kind.__module__}.{kind.__qualname__}, which only its library "
                     f"knows how to copy. So each microbatch changes it, on each rank of the pipeline that comes to "
                     f"that line, and so do the runs that compare the first batches with one device. Change it "
-                    f"after the step (in on_train_batch_end), by what the step returns; or keep numbers, lists and "
-                    f"tensors in attributes, where they are those of one device."
+                    f"after the step (in on_train_batch_end, or your loop), by what the step returns; or keep numbers, "
+                    f"lists and tensors in attributes, where they are those of one device."
                 )
 
     def _now(self) -> dict[Path, Any]:

@@ -64,9 +64,9 @@ def _tell(file: Any, place: str) -> None:
         warn_once(
             f"A step opens {os.fspath(file)!r} to write ({place}). Each microbatch does so, on each rank of the "
             f"pipeline that comes to that line, and so do the runs that compare the first batches with one device (to "
-            f"the end of files these add nothing). Write after the step (in on_train_batch_end), on the first rank "
-            f"(trainer.is_global_zero), what the step returns or keeps in attributes; or keep a file open in an "
-            f"attribute, into which the first rank writes, once for a batch."
+            f"the end of files these add nothing). Write after the step (in on_train_batch_end, or your loop), on the "
+            f"first rank (trainer.is_global_zero, accelerator.is_main_process), what the step returns or keeps in "
+            f"attributes; or keep a file open in an attribute, into which the first rank writes, once for a batch."
         )
 
 

@@ -30,6 +30,7 @@ _CANDIDATES: dict[str, dict[str, Rule | None]] = {
     "sum": {"": "sum", GROWN: "sum"},
     "mean": {"": "mean", GROWN: "mean"},
     "mean over samples": {"": "samples", GROWN: "mean"},
+    "as the loss": {"": "weighed", GROWN: None},
     _MADE_OF_COUNTS: {"": OF_TOTALS, GROWN: None},
     "sum anew": {"": "sum", GROWN: None, SET: "sum"},
     "largest": {"": "largest", GROWN: "largest"},
@@ -284,9 +285,9 @@ def describe(unfit: dict[str, str]) -> str:
         f"{_PUT_TOGETHER} On one of the first batches these are others than on one device, and neither their mean nor "
         f"their sum, largest, least, first or last is what one device has: {_named(unfit)}. Keep or return what they "
         f"are computed from (tensors with a row for each sample are joined), and compute them, or tell metric objects, "
-        f"after the step (in on_train_batch_end); or use loss_over='batch' with schedule='gpipe'. Metric objects that "
-        f"are told of samples, each by itself, may be logged with on_step=False and on_epoch=True. check_loss=False "
-        f"leaves the comparison out."
+        f"after the step (in on_train_batch_end, or your loop); or use loss_over='batch' with schedule='gpipe'. Metric "
+        f"objects that are told of samples, each by itself, may be logged with on_step=False and on_epoch=True. "
+        f"check_loss=False leaves the comparison out."
     )
 
 
