@@ -141,14 +141,16 @@ def _form_of(value: Any) -> Any:
     return form_of(value, lambda tensor: not isinstance(tensor, Tracked))
 
 
-def _note(call: Call, left: Left | None) -> None:
-    """A call of others is made: which values it wants is told the run under way."""
+def _note(call: Call, left: Left | None) -> int | None:
+    """A call of others is made: which values it wants is told the run under way. Returns its number in `left`."""
     run = current_run()
     if run is not None:
         run.note(call[1:])
-    if left is not None:
-        with following(None):
-            left.calls.append((call[0], *_form_of(call[1:])))
+    if left is None:
+        return None
+    with following(None):
+        left.calls.append((call[0], *_form_of(call[1:])))
+    return len(left.calls) - 1
 
 
 @contextmanager

@@ -301,6 +301,179 @@ def noise(where):
     return {"runs": runs}
 
 
+class Handle:
+    """What an experiment returns: handles, contexts, series, names."""
+
+    def __init__(self, calls, name="run"):
+        vars(self).update(calls=calls, id=name, made=0)
+
+    def create(self, *what):
+        self.calls.append(["create", self.id, plain(what)])
+        vars(self)["made"] += 1
+        return Handle(self.calls, f"{self.id}/{self.made}")
+
+    def write(self, *what, **more):
+        self.calls.append(["write", self.id, plain(what), plain(more)])
+
+    def __getitem__(self, key):
+        return Handle(self.calls, f"{self.id}[{key}]")
+
+    def __iter__(self):
+        return iter(())
+
+    def __setitem__(self, key, value):
+        self.calls.append(["item", self.id, key, plain(value)])
+
+    def __setattr__(self, name, value):
+        self.calls.append(["attribute", self.id, name, plain(value)])
+
+    def __delitem__(self, key):
+        self.calls.append(["gone", self.id, key])
+
+    def __enter__(self):
+        self.calls.append(["enter", self.id])
+        return self[self.made]
+
+    def __exit__(self, kind, error, traceback):
+        self.calls.append(["exit", self.id, str(kind), str(error)])
+
+
+class Handing(Recording):
+    def __init__(self):
+        super().__init__()
+        self.run = Handle(self.calls)
+
+    @property
+    @L.pytorch.loggers.logger.rank_zero_experiment
+    def experiment(self):
+        return self.run
+
+    @rank_zero_only
+    def start(self, name):
+        return Handle(self.calls, name)
+
+
+class Handles(Module):
+    """What calls of a logger return is given to others, asked for more, and entered."""
+
+    def on_train_epoch_end(self):
+        pass
+
+    def training_step(self, batch, batch_idx):
+        run = self.logger.experiment
+        made = run.create("first", batch_idx)
+        with run.create() as context:
+            output = self(batch[0])
+            context.write("mean", output.mean())
+            loss = output.square().mean()
+            made.write({"of": made.id, "loss": loss}, [made.create(made.id).id], (run.id, 1), id=made.id)
+        made["losses"].write(loss)
+        made["last"] = loss
+        made.loss = loss
+        del made["last"]
+        run.part.write(loss) if batch_idx < 0 else run[made.id].write(made["x"].create(loss).id)
+        try:
+            with made, made.create() as inner:
+                inner.write("before")
+                raise KeyError("in the middle")
+        except KeyError:
+            made.write("after")
+        self.started = self.logger.start("started")  # a new one for each batch
+        self.started.create().write(loss)
+        run.write(self.started.id, loss)
+        self.logger.log_metrics({"loss": loss.detach()}, step=batch_idx)
+        return loss
+
+
+class HandlesApart(Handles):
+    """What microbatches say otherwise is said for each, and what that returns is used by each; then some say more."""
+
+    def training_step(self, batch, batch_idx):
+        (x,), run = batch, self.logger.experiment
+        own = run.create(f"{x.sum():.6f}")
+        own.write(own.create().id)
+        with run.create():
+            loss = self.loss(x)
+        try:
+            with run["of all"]:
+                raise ValueError(f"{x.sum():.6f}")
+        except ValueError:
+            pass
+        if len(x) == 1:
+            run.create("more").write(loss)
+        return loss
+
+
+class WantsBool(Handles):
+    def want(self, run):
+        return 1 if run.create() else 0
+
+    def training_step(self, batch, batch_idx):
+        self.want(self.logger.experiment)
+        return self.loss(batch[0])
+
+
+class WantsInt(WantsBool):
+    def want(self, run):
+        return int(run.id)
+
+
+class WantsText(WantsBool):
+    def want(self, run):
+        return f"{run.create()}"
+
+
+class WantsItems(WantsBool):
+    def want(self, run):
+        return [item for item in run["items"]]
+
+
+class WantsEqual(WantsBool):
+    def want(self, run):
+        return run.create().id == "run/1"
+
+
+class WantsSum(WantsBool):
+    def want(self, run):
+        return run.made + 1
+
+
+class WantsMore(WantsBool):
+    def want(self, run):
+        self.text = torch.zeros(2) * run.made
+
+
+class WantsLogged(WantsBool):
+    def want(self, run):
+        self.log("made", run.made)
+
+
+class WantsLater(WantsBool):
+    """Keeps a handle for the next batch."""
+
+    kept = None
+
+    def want(self, run):
+        if self.kept is None:
+            self.kept = run.create()
+        self.kept.write("later")
+
+
+def handles(where):
+    found = {}
+    wanting = (WantsBool, WantsInt, WantsText, WantsItems, WantsEqual, WantsSum, WantsMore, WantsLogged, WantsLater)
+    for make in (Handles, HandlesApart, *wanting):
+        L.seed_everything(3, verbose=False)
+        trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0)
+        trainer.logger = logger = Handing()
+        try:
+            trainer.fit(make(), DataLoader(TensorDataset(DATA), batch_size=6))
+            found[make.__name__] = logger.calls
+        except Exception as error:
+            found[make.__name__] = [type(error).__name__, str(error)]
+    return found
+
+
 # ---- no hang, no foreign error ----
 
 
@@ -1107,7 +1280,7 @@ def fit(where, make, callbacks=(), save=None, ckpt_path=None, max_epochs=1, **st
 
 
 PARTS = {
-    "first": (train, predict, noise, in_steps, skips, stops, hooks, errors),
+    "first": (train, handles, predict, noise, in_steps, skips, stops, hooks, errors),
     "further": (
         *(fetches, restores, scales, saves_nowhere, evaluates_checkpoints, saves_state_dicts, saves_watched),
         *(returns_no_loss, given_hooks, throughput, splits, without_samples, saved_before, of_class, after_fit),

@@ -32,6 +32,45 @@ def test_loggers_are_told_once_and_in_order_by_the_first_rank(seen):
     assert seen["two_1"]["train"]["calls"] == []
 
 
+def test_what_a_logger_returns_is_given_to_it_and_asked_and_entered_as_on_one_device(seen):
+    expected = seen["plain_0"]["handles"]["Handles"]
+    assert len(expected) == 4 * 24
+    for rank in RANKS:
+        check(seen[rank]["handles"]["Handles"], [] if rank == "two_1" else expected, rank)
+
+
+@pytest.mark.parametrize("rank", ["one_0", "two_0"])
+def test_what_a_logger_returns_to_microbatches_that_say_other_things_is_used_by_each(seen, rank):
+    calls = seen[rank]["handles"]["HandlesApart"]
+    for_each, for_all = ["create"] * 6 + ["write"] * 3, ["create", "enter", "exit", "enter", "exit"]
+    short, single = ["create", "create", "write", *for_all], ["create", "write"]  # a microbatch of two says less
+    expected = [*3 * (for_each + for_all), *short, *short, *single, *short, *single]
+    assert [call[0] for call in calls] == expected
+    written = [call for call in calls if call[0] == "write" and isinstance(call[2][0], str)]
+    assert len(written) == 12
+    assert all(given == f"{name}/1" for _, name, (given,), _ in written)
+    assert len({name for _, name, *_ in written[:3]}) == 3
+    assert len({name for _, name, *_ in written[-3:]}) == 3
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_step_that_must_know_at_once_what_a_logger_returns_is_told_its_line(seen, rank):
+    lines = {
+        "WantsBool": "return 1 if run.create() else 0",
+        "WantsInt": "return int(run.id)",
+        "WantsText": 'return f"{run.create()}"',
+        "WantsItems": 'return [item for item in run["items"]]',
+        "WantsEqual": 'return run.create().id == "run/1"',
+        "WantsSum": "return run.made + 1",
+        "WantsMore": "self.text = torch.zeros(2) * run.made",
+        "WantsLogged": 'self.log("made", run.made)',
+        "WantsLater": 'self.kept.write("later")',
+    }
+    for name, line in lines.items():
+        kind, text = seen[rank]["handles"][name]
+        assert (kind, line in text) == ("ConfigurationError", True), (name, kind, text)
+
+
 @pytest.mark.parametrize("rank", RANKS)
 def test_predictions_of_every_kind_are_those_of_one_device(seen, rank):
     expected = seen["plain_0"]["predict"]

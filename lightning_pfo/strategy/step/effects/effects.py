@@ -266,7 +266,12 @@ class _Run(AbstractContextManager[None]):
 
 def _taking(calls: list[Call]) -> Note:
     """What adds to a list; a method of what holds it would keep that alive until garbage is collected."""
-    return lambda call: calls.append(with_values(call))
+
+    def take(call: Call) -> int:
+        calls.append(with_values(call))
+        return len(calls) - 1
+
+    return take
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
