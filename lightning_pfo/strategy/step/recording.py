@@ -23,7 +23,7 @@ from lightning_pfo.strategy.parallel.groups import spread, tell_each_other
 from lightning_pfo.strategy.step.batches.merging import merge_outputs
 from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
 from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
-from lightning_pfo.strategy.step.effects.outward.calls import Call, Noted
+from lightning_pfo.strategy.step.effects.outward.noted import Call, Noted
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.metrics.compat import batch_value
 from lightning_pfo.strategy.step.metrics.of_batch import SaidOfBatch

@@ -24,7 +24,8 @@ from lightning_pfo.strategy.parallel.patches import all_of
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.left import Left
-from lightning_pfo.strategy.step.effects.outward.calls import Call, Outlets, redirected
+from lightning_pfo.strategy.step.effects.outward.calls import Outlets, redirected
+from lightning_pfo.strategy.step.effects.outward.noted import Call
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.outward.streams import others_stand_in
 from lightning_pfo.strategy.step.effects.tensors import SMALL_BYTES

@@ -17,8 +17,6 @@ from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.outward.calls import (
-    Call,
-    Note,
     Outlets,
     is_of_metric,
     make_calls,
@@ -26,6 +24,7 @@ from lightning_pfo.strategy.step.effects.outward.calls import (
     redirected,
     with_values,
 )
+from lightning_pfo.strategy.step.effects.outward.noted import Call, Note
 from lightning_pfo.strategy.step.effects.outward.opaque import OpaqueLook
 from lightning_pfo.strategy.step.effects.outward.opening import openings_told
 from lightning_pfo.strategy.step.effects.rows import Rows

@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.merge import GROWN, SET
-from lightning_pfo.strategy.step.effects.outward.calls import Call, arguments_of, place_of
+from lightning_pfo.strategy.step.effects.outward.calls import arguments_of, place_of
+from lightning_pfo.strategy.step.effects.outward.noted import Call
 
 
 @dataclass

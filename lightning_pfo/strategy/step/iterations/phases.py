@@ -14,7 +14,8 @@ import torch
 
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.step.effects.outward.calls import Call, merged_calls
+from lightning_pfo.strategy.step.effects.outward.calls import merged_calls
+from lightning_pfo.strategy.step.effects.outward.noted import Call
 from lightning_pfo.strategy.step.gradients import loss_of, to_be_differentiated
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch

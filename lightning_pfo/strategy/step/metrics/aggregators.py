@@ -24,7 +24,7 @@ from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.places import Path, Places
 from lightning_pfo.strategy.model.variables import is_of_library, packages_of
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.outward.calls import note_call
+from lightning_pfo.strategy.step.effects.outward.noted import note_call
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace, ToldMetric
 from lightning_pfo.strategy.step.metrics.compat import (
     note_changes,

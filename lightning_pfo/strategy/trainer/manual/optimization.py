@@ -20,7 +20,8 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.effects.outward.calls import Call, make_calls
+from lightning_pfo.strategy.step.effects.outward.calls import make_calls
+from lightning_pfo.strategy.step.effects.outward.noted import Call
 from lightning_pfo.strategy.step.programs import Programs
 from lightning_pfo.strategy.trainer.manual.run import BACKWARD, SET, Do, ManualRun, Targets, Which
 from lightning_pfo.strategy.trainer.manual.settings import Moment, apply

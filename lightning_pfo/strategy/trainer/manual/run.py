@@ -20,7 +20,8 @@ from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
-from lightning_pfo.strategy.step.effects.outward.calls import Call, note_call, with_values
+from lightning_pfo.strategy.step.effects.outward.calls import with_values
+from lightning_pfo.strategy.step.effects.outward.noted import Call, note_call
 from lightning_pfo.strategy.step.effects.within import runs_forward_only, step_ends_here
 from lightning_pfo.strategy.trainer.manual.afterwards import Afterwards
 from lightning_pfo.strategy.trainer.manual.settings import Moment, RunSettings

@@ -19,42 +19,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.metrics import ShowingLogged, shown_logged
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
+from lightning_pfo.strategy.step.effects.outward.noted import (
+    EXIT,
+    RESULT,
+    RETURNS,
+    THERE,
+    Call,
+    Note,
+    Noted,
+    Path,
+    noting,
+    path_of,
+)
 from lightning_pfo.strategy.step.effects.outward.told import states_alone
-
-Path = tuple[tuple[str, Any], ...]
-"""How what is called is reached from the module: names of attributes, and items; a metric is a `ToldMetric`.
-
-One that begins with `("result", number)` is reached from what the call of that number has returned, of those of its
-microbatch; in calls of a batch a path ends with `("returns", number)`, the number that others know the call by.
-"""
-Call = tuple[Path, tuple[Any, ...], dict[str, Any]]
-Note = Callable[[Call], Any]
-"""Takes a call, and returns its number where there is one."""
 
 OF_BATCH = ("batch", "")
 """Begins the path of what a step has put into its batch; see `fresh`."""
 
-_RESULT, _RETURNS = "result", "returns"
-_EXPERIMENT, _EXIT = ("attribute", "experiment"), ("attribute", "__exit__")
-_THERE = {"logger": 2, "attribute": 2, "stream": 1, _RESULT: 0}
-"""Up to how many steps on a path from such a begin something is known to be there before calls are made."""
-
-_notes: list[Note] = []
-"""What takes calls of the steps that are under way, the innermost last."""
-
-
 _logs: list[Callable[..., Any]] = []
-"""What `self.log` calls in them; nothing where it is Lightning's own."""
+"""What `self.log` calls in the steps that are under way, the innermost last; nothing where it is Lightning's own."""
 
 
 def log_in_step(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
@@ -63,12 +54,6 @@ def log_in_step(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
         return False
     _logs[-1](name, value, **arguments)
     return True
-
-
-def note_call(call: Call) -> None:
-    """Have a call made on every rank when the batch is done, if it is noted where the step ends; see `redirected`."""
-    if _notes:
-        _notes[-1](call)
 
 
 class Outlets:
@@ -128,7 +113,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
         self._before = [replaced.attributes.get(replaced.name, _NOTHING) for replaced in self._replaced]
         for replaced in self._replaced:
             replaced.attributes[replaced.name] = replaced.by
-        _notes.append(self._note)
+        noting.append(self._note)
         _logs.append(self._log)
         if loggers:
             noted = [_NotedLogger(logger, index, self._note) for index, logger in enumerate(loggers)]
@@ -136,7 +121,7 @@ class redirected:  # noqa: N801 - as `contextlib`'s; entered for each microbatch
 
     def __exit__(self, *_: object) -> None:
         loggers = self._outlets.loggers
-        _notes.pop()
+        noting.pop()
         _logs.pop()
         if self._showing:
             self._showing.close()
@@ -181,7 +166,7 @@ def merged_calls(
         try:
             if len({path for path, _, _ in alike}) > 1:
                 raise UnmergeableError(place)
-            if alike[0][0][-1] == _EXIT:  # errors are equal to themselves only
+            if alike[0][0][-1] == EXIT:  # errors are equal to themselves only
                 given = given[:1]
             said = alike[0][0][0] != OF_BATCH
             arguments = merge_outputs(given, sizes, weights, said=said, rules=rules, path=place)
@@ -200,7 +185,7 @@ def merged_calls(
 def _numbered(call: Call, number: Any) -> Call:
     """A call that others know by a number, if they may use what it returns."""
     path, args, kwargs = call
-    return ((*path, (_RETURNS, number)), args, kwargs) if path[0][0] in _THERE else call
+    return ((*path, (RETURNS, number)), args, kwargs) if path[0][0] in THERE else call
 
 
 def _of_microbatch(call: Call, microbatch: int, apart: Container[int]) -> Call:
@@ -208,12 +193,12 @@ def _of_microbatch(call: Call, microbatch: int, apart: Container[int]) -> Call:
 
     def own(path: Path) -> Path:
         kind, number = path[0]
-        return ((kind, (microbatch, number)), *path[1:]) if kind == _RESULT and number in apart else path
+        return ((kind, (microbatch, number)), *path[1:]) if kind == RESULT and number in apart else path
 
     path, args, kwargs = call
     if not apart:
         return call
-    args, kwargs = tree_map_only(Noted, lambda noted: Noted(own(noted._path)), (args, kwargs))
+    args, kwargs = tree_map_only(Noted, lambda noted: Noted(own(path_of(noted))), (args, kwargs))
     return own(path), args, kwargs
 
 
@@ -238,7 +223,7 @@ def arguments_of(call: Call) -> dict[Any, Any]:
 def place_of(index: int, call: Call) -> str:
     """Where the arguments of a call are, which is one of several; in other batches others may come there."""
     path, args, _ = call
-    called = ".".join(str(name) for kind, name in path if kind not in ("stream", _RETURNS))
+    called = ".".join(str(name) for kind, name in path if kind not in ("stream", RETURNS))
     of = f"({args[0]!r})" if len(args) > 1 and isinstance(args[0], str) else ""  # the name of what is said
     return f"the arguments of call {index}, of {called}{of}"
 
@@ -306,7 +291,7 @@ def make_calls(owner: nn.Module, calls: Sequence[Call], outlets: Mapping[Any, An
         is_of_user = path[0][0] == "metric" and path[0][1].is_of_user
         with states_alone(path[0][1].metric) if is_of_user else nullcontext():
             result = target(*args, **kwargs)
-        if path[-1][0] == _RETURNS and (result is not None or _is_zero(owner)):
+        if path[-1][0] == RETURNS and (result is not None or _is_zero(owner)):
             results[path[-1][1]] = result
 
 
@@ -327,113 +312,23 @@ def _found(owner: nn.Module, outlets: Mapping[Any, Any], results: Mapping[Any, A
         _NotHereError: If it is on another rank only.
     """
     target: Any = owner
-    for kind, name in noted._path:
+    path = path_of(noted)
+    for kind, name in path:
         if kind == "logger":
             target = trainer_of(owner).loggers[name]
-            if noted._path[1] == _EXPERIMENT and not _is_zero(owner):  # it has none of what the real one has
+            if path[1] == ("attribute", "experiment") and not _is_zero(owner):  # it has none of what the real one has
                 raise _NotHereError
         elif kind == "stream":
             target = outlets[name]
         elif kind == "metric":
             target = name.metric
-        elif kind == _RESULT:
+        elif kind == RESULT:
             if name not in results:
                 raise _NotHereError
             target = results[name]
-        elif kind != _RETURNS:
+        elif kind != RETURNS:
             target = getattr(target, name) if kind == "attribute" else target[name]
     return target
-
-
-class Noted:
-    """Stands for something of which only the calls count, and for what these return.
-
-    Calls of it may have others of these as arguments. Two of the same path are equal; what it really is nobody knows
-    before the calls are made.
-
-    Args:
-        path: How it is reached.
-        note: Takes the calls; None: nobody does any more.
-
-    Raises:
-        ConfigurationError: If somebody must know what it is, or calls it after its step.
-    """
-
-    def __init__(self, path: Path, note: Note | None = None) -> None:
-        vars(self).update(_path=path, _note=note)
-
-    def __reduce__(self) -> Any:
-        return Noted, (self._path,)
-
-    def _at(self, kind: str, name: Any) -> Noted:
-        return Noted((*self._path, (kind, name)), self._note)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the call."""
-        if self._note is None or not _notes or _notes[-1] is not self._note:
-            raise ConfigurationError(
-                f"A step has kept something of a logger or writer, or what a call of it returned, and that is used "
-                f"after the step: {users_line()} Get it in a hook, such as on_train_start, where several steps use it."
-            )
-        return Noted(((_RESULT, self._note((self._path, args, kwargs))),), self._note)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._at("attribute", name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._at("attribute", "__getitem__")(key) if isinstance(key, Noted) else self._at("item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._at("attribute", "__setitem__")(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._at("attribute", "__delitem__")(key)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._at("attribute", "__setattr__")(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        self._at("attribute", "__delattr__")(name)
-
-    def __enter__(self) -> Any:
-        return self._at("attribute", "__enter__")()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._at(*_EXIT)(kind, error, None)  # a traceback cannot be sent, and keeps much alive
-
-    def __bool__(self) -> bool:
-        return self._is_there() or self._unknown()
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Noted) and other._path == self._path:
-            return True
-        return not self._is_there() and self._unknown()
-
-    def __hash__(self) -> int:
-        return hash(self._path)
-
-    def _is_there(self) -> bool:
-        """Whether it is a writer, a logger's experiment or a method: nobody needs to make calls to know that."""
-        return len(self._path) <= _THERE[self._path[0][0]]
-
-    def _unknown(self, *_: Any) -> Any:
-        raise ConfigurationError(
-            f"Calls of loggers and writers in a step are made once for a batch, when that is done, so that the step "
-            f"does not know what they return, or what loggers have in attributes and items. It may give that to other "
-            f"such calls, call or enter it; this line needs it at once: {users_line()} Do that in a hook, such as "
-            f"on_train_start or on_train_batch_end."
-        )
-
-
-# not `__len__` and `__next__`, by which containers and iterators are told, and which Python names by itself
-_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-for _name in (
-    *("str", "bytes", "int", "float", "complex", "index", "iter", "contains", "fspath"),
-    *("lt", "le", "gt", "ge", "neg", "abs", "round", *_OPERATORS, *(f"r{each}" for each in _OPERATORS)),
-):
-    setattr(Noted, f"__{_name}__", Noted._unknown)
 
 
 class _NotedLogger:

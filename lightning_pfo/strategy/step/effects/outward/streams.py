@@ -22,7 +22,8 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.places import Path, Places, named, takes_only
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.step.effects.outward.calls import Note, Noted, is_kept_everywhere
+from lightning_pfo.strategy.step.effects.outward.calls import is_kept_everywhere
+from lightning_pfo.strategy.step.effects.outward.noted import Note, Noted
 
 _AHEAD: dict[int, tuple[Any, list[Any]]] = {}
 """Items that were taken from iterators ahead of their batch, as by a trace; by the id of the iterator, kept alive."""
