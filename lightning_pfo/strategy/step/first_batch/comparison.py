@@ -112,8 +112,7 @@ class Comparison:
         self._number_trained += kind == "train"
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
-        telling = self._telling_labels(first)
-        tells_of_none = self._tells_of_none(first)
+        telling, tells_of_none = self._telling(first)
         is_telling = bool(telling) or tells_of_none
         if is_late and self._is_again_due(source):
             self._tries[source] = 1
@@ -149,28 +148,24 @@ class Comparison:
         numbers = set(self._engine.all_gather(len(of.parts), everywhere=True))
         return len(numbers) == 1 and numbers != {1}
 
-    def _telling_labels(self, of: StepOnBatch) -> set[tuple[str, float]]:
-        """Labels of a batch that may tell now what they count; those of all replicas where layers are divided.
+    def _telling(self, of: StepOnBatch) -> tuple[set[tuple[str, float]], bool]:
+        """What a batch can tell now; what those of all replicas can, where layers are divided.
 
-        They may again what they did not before: with untrained layers losses may be all the same.
+        Returns:
+            Labels that may tell what they count. They may again what they did not before: with untrained layers losses
+            may be all the same. And whether it can tell how a microbatch without labels counts.
         """
-        asked, number, is_training = self._asked[of.source], self._number_trained, of.kind == "train"
-        if is_training and number < 2 * max(asked.values(), default=0):
-            return set()
-        telling = self._runner.rules.telling_labels(of)
-        if self._divided and self._runner.rules.asks_for_labels(of.source):
-            told = self._engine.all_gather((telling, len(of.parts)), everywhere=True)
-            are_alike = len({number for _, number in told}) == 1
-            telling = set().union(*(telling for telling, _ in told)) if are_alike else set()
-        return {each for each in telling if is_training or asked.get(each, -1) < number}
-
-    def _tells_of_none(self, of: StepOnBatch) -> bool:
-        """Whether a batch can tell how a microbatch without labels counts; that of one replica where all compare."""
-        tells = self._runner.rules.tells_of_none(of)
-        if not self._divided or not self._runner.rules.asks_for_none(of.source):
-            return tells
-        told = self._engine.all_gather((tells, len(of.parts)), everywhere=True)
-        return any(tells for tells, _ in told) and len({number for _, number in told}) == 1
+        rules, source, is_training = self._runner.rules, of.source, of.kind == "train"
+        asked, number = self._asked[source], self._number_trained
+        is_due = not is_training or number >= 2 * max(asked.values(), default=0)
+        telling = rules.telling_labels(of) if is_due else set()
+        tells_of_none = rules.tells_of_none(of)
+        if self._divided and ((is_due and rules.asks_for_labels(source)) or rules.asks_for_none(source)):
+            everyone = self._engine.all_gather((telling, tells_of_none, len(of.parts)), everywhere=True)
+            of_each, of_none, numbers = zip(*everyone, strict=True)
+            are_alike = len(set(numbers)) == 1
+            telling, tells_of_none = set().union(*of_each) if are_alike else set(), are_alike and any(of_none)
+        return {each for each in telling if is_training or asked.get(each, -1) < number}, tells_of_none
 
     def finds_news(self, of: StepOnBatch, outcome: dict[str, Any], units: Counts) -> bool:
         """Whether a batch that was not compared is to be: it has called, left or logged what none has before.
