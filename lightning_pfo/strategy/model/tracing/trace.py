@@ -36,7 +36,7 @@ from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
 from lightning_pfo.strategy.model.tracing.forms.remembered import attributes_kept, form_of_call, outlines_of
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting, decide_about_shapes
 from lightning_pfo.strategy.model.tracing.forms.talking import FirstCall
-from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, zeros_of
+from lightning_pfo.strategy.model.tracing.forms.values import check_looks, fill_rising, on_zeros, zeros_of
 from lightning_pfo.strategy.model.tracing.forms.varying import (
     ASK_SIZE,
     labels_in,
@@ -71,7 +71,6 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, pl
 from lightning_pfo.strategy.model.tracing.tracked import (
     Tracked,
     following,
-    natively,
     ordinary,
     plain,
     tracked,
@@ -188,7 +187,7 @@ class _TraceRun:
         position = self._begin(event, leaves)
         if sizes := labels_in(leaves):
             self.trace.use_sizes(sizes, position)
-        run: Callable[[Any, Any], Any] = functools.partial(natively, function)
+        run: Callable[[Any, Any], Any] = functools.partial(on_zeros, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
             self.trace.differentiations.append(differentiation(*given, position, self.trace.events, self._taken))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes
 from lightning_pfo.strategy.model.reach.untouched import steps_unheard
-from lightning_pfo.strategy.model.tracing.forms.outline import without_reports
+from lightning_pfo.strategy.model.tracing.forms.values import without_reports
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.step.memory.substitutes import NoValues
 

@@ -20,7 +20,7 @@ from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
-from lightning_pfo.strategy.model.tracing.forms.outline import without_reports
+from lightning_pfo.strategy.model.tracing.forms.values import without_reports
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
 from lightning_pfo.strategy.parallel.patches import Patches

@@ -1287,3 +1287,26 @@ def looks_up_what_is_renormed_twice(net, x, y):
     for layer in net.layers[:4]:
         x = layer(x)
     return net.loss(x + net.renormed(y + 1), y)
+
+
+@case()
+def operations_that_zeros_are_refused_by(net, x, y):
+    """A matrix of zeros has no inverse, and nothing is drawn where nothing is likely."""
+    x = net.stem(x)
+    for layer in net.layers:
+        scale = x.square().mean() * torch.eye(WIDTH)
+        x = layer(x) + x.mm(scale.inverse()) * scale[0, 0] + torch.linalg.cholesky(scale)[0]
+        largest = nn.functional.one_hot(x.argmax(-1), WIDTH) * x.detach().abs()
+        x = x + torch.multinomial(largest, 1)
+    return net.loss(x, y)
+
+
+@case()
+def weights_of_a_layer_are_inverted(net, x, y):
+    x = net.stem(x)
+    for layer in net.layers:
+        x = layer(x)
+    for layer in reversed(net.layers):
+        weight = layer.linear.weight
+        x = x + 0.1 * weight.inverse().tanh().sum(0) + 0.1 * torch.linalg.solve(weight, x, left=False).tanh()
+    return net.loss(x, y)

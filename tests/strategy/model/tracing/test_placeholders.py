@@ -22,6 +22,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import (
 )
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit
+from lightning_pfo.strategy.parallel.dtensor import lacks_values
 from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
@@ -73,6 +74,13 @@ def test_while_a_step_runs_placeholders_tell_the_device_of_the_rank(absent):
             weight.tolist()  # there are no values
     assert weight.is_meta
     assert mean.device.type == "meta"
+
+
+def test_what_torch_takes_for_a_bug_of_its_own_is_a_lack_of_values():
+    """`torch.linalg.solve` looks at what it has not written there, so that it fails now and then only."""
+    said = 'false INTERNAL ASSERT FAILED at "BatchLinearAlgebra.cpp":1613, please report a bug to PyTorch.'
+    assert lacks_values(RuntimeError(f"{said} torch.linalg.solve: Argument 521726064 has illegal value."))
+    assert not lacks_values(RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"))
 
 
 def test_contexts_may_be_within_one_another(absent):

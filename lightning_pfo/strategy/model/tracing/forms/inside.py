@@ -11,9 +11,8 @@ from torch import nn
 from lightning_pfo.strategy.model.tracing.events import Event
 from lightning_pfo.strategy.model.tracing.forms.left import returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
-from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
+from lightning_pfo.strategy.model.tracing.forms.values import on_zeros, zeros_of
 from lightning_pfo.strategy.model.tracing.noticing.applied import in_transform
-from lightning_pfo.strategy.model.tracing.tracked import natively
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 
@@ -70,7 +69,7 @@ class Inside:
         """Run a function of torch on zeros."""
         self.was_asked = True
         self._run.use_inside(self._event, (args, kwargs))
-        return natively(function, args, kwargs)
+        return on_zeros(function, args, kwargs)
 
     def call(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a unit would, in form."""

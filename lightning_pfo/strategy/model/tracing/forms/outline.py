@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,12 @@ from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selec
 from lightning_pfo.strategy.model.tracing.forms.values import (
     LooksBounded,
     fill_rising,
+    form_of,
+    mode_without_values,
     remembered_buffer,
     rising,
     strides_of,
+    without_reports,
     zeros,
 )
 from lightning_pfo.strategy.model.tracing.forms.varying import (
@@ -37,7 +40,6 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.variables import told_of_error
 from lightning_pfo.strategy.parallel.compat import (
-    FakeTensorMode,
     form_without_values,
     memory_of,
     tensors_of,
@@ -128,10 +130,10 @@ def outline_call(
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
-    mode = _mode()
+    mode = mode_without_values()
     call = functools.partial(_call, module, forward, arguments, device)
     attempts: list[_Attempt] = [
-        lambda: call(mode, functools.partial(_fake, mode), make=functools.partial(form_without_values, mode)),
+        lambda: call(mode, functools.partial(form_of, mode), make=functools.partial(form_without_values, mode)),
         *([lambda: _with_all_selected(call)] if selects_all else []),
         lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
         lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
@@ -193,12 +195,6 @@ def _with_all_selected(call: Callable[..., Outline]) -> Outline:
         return replace(outline, from_values=True)
     varying = differing(outline.leaves, call(all_of([fewer, LooksBounded()]), _as_it_is).leaves)
     return replace(outline, from_values=True, varying=tuple(varying) if any(varying) else ())
-
-
-@functools.cache
-def _mode() -> FakeTensorMode:
-    """One for all outlines: making one takes as long as running a small layer."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _call(
@@ -288,35 +284,6 @@ def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwar
     bare = Holder(module, forward)
     device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
     return functional_call(bare, _held_tensors(bare, device), args, kwargs, tie_weights=False)
-
-
-@contextmanager
-def without_reports() -> Iterator[None]:
-    """Torch writes tracebacks of operators that do not run without values; we try another way."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True  # a level would clear the caches of all loggers
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without values in the form of another; ten times faster than the general way."""
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
-        return mode.from_tensor(tensor)
-    form = form_without_values(
-        mode,
-        tensor.shape,
-        tensor.stride(),
-        dtype=tensor.dtype,
-        device=tensor.device,
-        requires_grad=tensor.requires_grad,
-    )
-    if tensor.is_leaf:
-        return form
-    with mode, torch.enable_grad():
-        return form.clone()  # leaves of autograd's graph cannot be changed in place
 
 
 class _Saved:
