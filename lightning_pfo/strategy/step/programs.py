@@ -158,7 +158,8 @@ class Programs:
             if self._traced and by_content:
                 found = self._put_by_content(found)
         except Exception as raised:
-            self._known.clear()  # that all ranks trace the next one
+            self._known.clear()  # that all ranks trace the next one, and alike
+            self._weights = self._split.weights
             told = self._split.with_look(raised) if kind == "train" else raised
             if told is raised:
                 raise

@@ -27,9 +27,9 @@ from lightning_pfo.strategy.parallel.groups import Shared, spread
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
-from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
-from lightning_pfo.strategy.step.by_units.endings import meet_at_end, told_of
+from lightning_pfo.strategy.step.by_units.endings import meet_at_end
+from lightning_pfo.strategy.step.by_units.evaluations import UnitEvaluations
 from lightning_pfo.strategy.step.effects.effects import AddedMetricError, Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put, without_inference_mode
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
@@ -54,7 +54,7 @@ from lightning_pfo.strategy.step.metrics.compat import set_batch_value
 from lightning_pfo.strategy.step.metrics.states import metric_at
 from lightning_pfo.strategy.step.microbatches import shapes_of
 from lightning_pfo.strategy.step.on_stages import StepOnStages
-from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun, loss_in
+from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
 from lightning_pfo.strategy.step.recording import LogRecorder, check_skipped, logged_by_any
 from lightning_pfo.strategy.step.values import ValueExchange, share_error
@@ -128,7 +128,7 @@ class StepRunner:
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
         self._is_first_batch = True
-        self._by_units: dict[Source, ConfigurationError] = {}
+        self._by_units = UnitEvaluations(engine, owner)
 
     @ending_as_raised
     def train(
@@ -298,7 +298,7 @@ class StepRunner:
 
     def _evaluated(self, of: StepOnBatch, outputs: Outputs) -> dict[str, Any]:
         """What came of a step of an evaluation; where it cannot be divided into stages, it runs unit by unit."""
-        refused = self._by_units.get(of.source)
+        refused = self._by_units.refused(of.source)
         if refused is None:
             try:
                 self._first_looks.look(of)
@@ -309,17 +309,8 @@ class StepRunner:
                 raise
             except ConfigurationError as error:
                 refused = error
-        try:
-            in_one_piece = replace(of, parts=self.batching.split(of.batch, 1), by_units=True)
-            outcome, _ = self._run(in_one_piece, outputs=outputs)
-        except (ConfigurationError, RuntimeError) as error:
-            if isinstance(error, ConfigurationError) or "require grad" in str(error):  # units run without
-                raise refused from error
-            raise
-        if of.source not in self._by_units and self.engine.is_speaker:
-            warn_once(told_of(of.kind, refused))
-        self._by_units[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had
-        return outcome
+        in_one_piece = replace(of, parts=self.batching.split(of.batch, 1), by_units=True)
+        return self._by_units.run(of, refused, lambda: self._run(in_one_piece, outputs=outputs)[0])
 
     def _run(
         self,

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -53,6 +54,31 @@ class State:
         self.total = torch.zeros(WIDTH)
 
 
+class Averaged(nn.Module):
+    """Averages of weights, which evaluations put in the place of these, as latent diffusion does; as large as these."""
+
+    def __init__(self, of):
+        super().__init__()
+        for name, weight in of.named_parameters():
+            self.register_buffer(name.replace(".", "_"), weight.detach().clone())
+
+    def forward(self, of):
+        averages = dict(self.named_buffers())
+        with torch.no_grad():
+            for name, weight in of.named_parameters():
+                averages[name.replace(".", "_")].lerp_(weight, 0.5)
+
+    @contextmanager
+    def instead(self, of):
+        averages, before = dict(self.named_buffers()), [weight.clone() for weight in of.parameters()]
+        scale = sum(map(torch.norm, before)) / sum(map(torch.norm, averages.values()))
+        for name, weight in of.named_parameters():
+            weight.data.copy_(scale * averages[name.replace(".", "_")].data)
+        yield
+        for weight, own in zip(of.parameters(), before, strict=True):
+            weight.data.copy_(own.data)
+
+
 class Module(L.LightningModule):
     def __init__(self, case):
         super().__init__()
@@ -61,6 +87,7 @@ class Module(L.LightningModule):
         self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, WIDTH)
         self.lent = nn.Linear(WIDTH, WIDTH) if case == "lends" else None
+        self.averaged = Averaged(self.layers) if case == "averages weights" else None
         self.case, self.mean, self.found, self.number = case, MeanMetric(), [], 0
 
     def forward(self, x, state=None):
@@ -98,6 +125,11 @@ class Module(L.LightningModule):
         elif self.case == "decides":
             x = self(x)
             x = self.head(x) if x.mean() > 0.01 * batch_idx else self.first(x)
+        elif self.averaged is not None:
+            y = self.decode(x)
+            with self.averaged.instead(self.layers):
+                x = self.decode(x)
+            x = x - self.decode(y)
         elif self.case == "apart":  # as where a set of texts is walked over, in an order of its own in each process
             kinds = sorted(("plain", "turned"), reverse=os.environ.get("RANK") == "1")
             x = self.decode(sum(self.layers[0](x, kind=kind) for kind in kinds))
@@ -123,6 +155,12 @@ class Module(L.LightningModule):
             with torch.no_grad():
                 self.found.append([*self.decode(self(x, state)).flatten().tolist(), state.calls, *state.total.tolist()])
 
+    def on_train_batch_end(self, *args):
+        if self.averaged is not None:
+            strategy = self.trainer.strategy
+            with strategy.whole_parameters(self.layers) if self.trainer.world_size > 1 else nullcontext():
+                self.averaged(self.layers)
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
@@ -133,6 +171,7 @@ CASES = {
     "later": {},  # the first batch has nothing that stages could not run
     "changes arguments": {},
     "lends": {},  # a module, to all layers
+    "averages weights": {},
     "noisy": {},
     "in hooks": {},
     "fails": {},

@@ -41,7 +41,7 @@ _PLAIN = frozenset((str, bytes, int, float, complex, bool, type(None), type, Fun
 
 
 @contextmanager
-def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
+def untouched(root: nn.Module, *, values: bool = True, only_if_it_fails: bool = False) -> Iterator[None]:
     """Put back, when the context is closed, what modules hold: attributes, flags, containers, buffers, generators.
 
     So is what a step reaches elsewhere, see `places`, modules among it, such as metrics in a dict. Parameters and very
@@ -51,19 +51,23 @@ def untouched(root: nn.Module, *, values: bool = True) -> Iterator[None]:
     Args:
         root: The outermost module.
         values: Whether values of tensors are put back too, which takes a copy of each (but the very large).
+        only_if_it_fails: Whether nothing is put back but where the context is left by an error.
     """
     remembered = _Remembered(_LARGEST_BYTES if values else 0)
     remembered.undo.append(Flags(root).take_changes)
     for module in root.modules():
         remembered.module(module)
     remembered.places(Places(root))
+    stays = False
     try:
         yield
+        stays = only_if_it_fails
     finally:
-        followed = followed_in(root)  # also those that have been since
-        remembered.put_back()
-        for attributes, forward in followed:
-            attributes["forward"] = forward
+        if not stays:
+            followed = followed_in(root)  # also those that have been since
+            remembered.put_back()
+            for attributes, forward in followed:
+                attributes["forward"] = forward
 
 
 @contextmanager

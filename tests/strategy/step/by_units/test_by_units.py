@@ -18,6 +18,7 @@ CASES = (
     "both ends on one rank",
     "evaluated first",
     "lends",
+    "averages weights",
 )
 
 
@@ -71,6 +72,11 @@ def test_calls_in_another_order_are_refused_with_what_tells_them_apart(ranks):
         assert said.startswith("RanksApartError: ")
         assert "rank 0: a call of 'layers.0' with 'plain'; rank 1: a call of 'layers.0' with 'turned'" in said
         assert "PYTHONHASHSEED=0" in said
+
+
+def test_it_is_told_that_each_rank_has_all_of_the_model(ranks):
+    (told,) = [message for message in ranks[0]["told"] if "uses values of layers itself" in message]
+    assert "each rank runs it, on whole batches, with all parameters and buffers of the model (0.0 MiB)" in told
 
 
 def test_it_is_told_once_with_the_reason(ranks):
