@@ -151,8 +151,8 @@ MAY_KNOW = {
         "strategy.step.first_batch.sizes",
     },
     "strategy.step.by_units": {
-        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.effects"),
-        "strategy.step.values",
+        *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
+        *("strategy.step.effects", "strategy.step.outcome", "strategy.step.values"),
     },
     "strategy.step.first_batch": {
         *("core", "strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches"),
