@@ -28,7 +28,7 @@ from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch
-from lightning_pfo.strategy.step.batches.weights import integers_of
+from lightning_pfo.strategy.step.batches.weights import label_leaves
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
 from lightning_pfo.strategy.step.fetching import batch_of, fetching, loader_of
@@ -85,8 +85,8 @@ class StepStrategy(CheckpointStrategy):
     _first_size: int | None = None
     _first_loaders: Sequence[Any] = ()
     _sizes: tuple[Any, Collection[int]] = (None, ())
-    _integers: Mapping[str, Any] | None = None
-    _next_integers: Mapping[str, Any] | None = None
+    _label_leaves: Mapping[str, Any] | None = None
+    _next_label_leaves: Mapping[str, Any] | None = None
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -228,7 +228,7 @@ class StepStrategy(CheckpointStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; what may be labels is kept as it is, as nobody need wait for it there."""
-        self._next_integers = integers_of(batch, waits=False)
+        self._next_label_leaves = label_leaves(batch, waits=False)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
@@ -265,7 +265,7 @@ class StepStrategy(CheckpointStrategy):
     def _begin(self, what: str) -> None:
         """All ranks come to a step, whose batch is the one that was moved last, if it was."""
         self.meet(what)
-        self._integers, self._next_integers = self._next_integers, None
+        self._label_leaves, self._next_label_leaves = self._next_label_leaves, None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -257,7 +257,7 @@ class PfoPipelineStrategy(StepStrategy):
             loss_over,
             has_several_loaders=self._trains_side_by_side,
             expected=self._expected_sizes,
-            integers=partial(getattr, self, "_integers"),
+            label_leaves=partial(getattr, self, "_label_leaves"),
         )
         self._check_loss = check_loss
         self._batch_norm = batch_norm

@@ -200,6 +200,28 @@ class Detected(Named):
         return of_all / (labels > 0).sum().clamp(min=1)
 
 
+class Unlabelled(Named):
+    """Has samples without labels, which it leaves out by hand."""
+
+    def loss(self, x, labels):
+        return cross_entropy(self.layers(x)[labels >= 0], labels[labels >= 0])
+
+
+class Missing(Named):
+    """Has targets some of which are not there, which it leaves out by hand."""
+
+    def loss(self, x, labels):
+        there = ~labels.isnan()
+        return (self.layers(x).mean(-1)[there] - labels[there]).square().mean()
+
+
+class Chosen(Named):
+    """Has a loss of the samples that the batch says."""
+
+    def parts_of(self, batch):
+        return batch["x"][batch["chosen"]], batch["labels"][batch["chosen"]]
+
+
 class Segments(ByClass):
     """Has 255 where there is no class."""
 
@@ -223,13 +245,16 @@ def samples(numbers_of_gaps, make):
             labels = torch.where(mask, labels.clamp(min=PADDING + 1), getattr(make, "PADDING", PADDING))
         elif make is Detected:
             labels = mask.long()
-        elif make not in (Masked, Weighted, WeightedNarrowly):
-            labels[:gaps] = -100
+        elif make is Missing:
+            labels = labels.float().where(mask, torch.nan)
+        elif make not in (Masked, Weighted, WeightedNarrowly, Chosen):
+            labels[:gaps] = -1 if make is Unlabelled else -100
         x = torch.randn(LENGTH, 4, generator=generator)
         named = {"x": x, "labels": labels} | ({"mask": mask, "weights": weights} if issubclass(make, Masked) else {})
         named |= (
             {"others": labels.where(torch.rand(LENGTH, generator=generator) < 0.4, -100)} if make is TakingTurns else {}
         )
+        named |= {"chosen": torch.tensor(not gaps)} if make is Chosen else {}
         named |= {"length": torch.tensor(LENGTH - gaps)} if make is Measured else {}
         beside = torch.where(torch.rand(LENGTH, generator=generator) < 0.5, labels, -100)
         yield (labels, x, beside) if make is PaddedBeside else (labels, x) if issubclass(make, Shifted) else named
@@ -272,6 +297,10 @@ CASES = {
     "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),
     "detected": (Detected, [0, 1, 6, 6, 3, 4, 2, 6, *RAGGED]),
     "detected, none later": (Detected, [min(gaps, 4) for gaps in RAGGED] + [0, 1, 6, 6, 3, 4, 2, 6] * 2 + [LENGTH] * 8),
+    "missing": (Missing, [min(gaps, 5) for gaps in RAGGED]),
+    "missing later": (Missing, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
+    "unlabelled later": (Unlabelled, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
+    "chosen, half of each at first": (Chosen, [0, 1] * BATCH + [0, 0, 0, 1] * BATCH),
     "segments": (Segments, [min(gaps, 5) for gaps in RAGGED]),
     "replicas": (Named, RAGGED[:16]),
     "replicas, one has none, divided": (Named, [LENGTH, 0] * 4 + [1, 3] * 4),

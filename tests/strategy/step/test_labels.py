@@ -32,6 +32,7 @@ WITHOUT_GAPS = {
     "masked": "labels that are not 0 (batch['mask'])",
     "weighted": "weights or lengths (batch['weights'])",
     "segments": "labels, weighted by class (batch['labels'])",
+    "missing": "labels that are finite (batch['labels'])",
     "by class": "labels, weighted by class (batch['labels'])",
 }
 
@@ -56,6 +57,9 @@ LATER = [
     "masked later",
     "by class, padded later",
     "reweighted",
+    "missing later",
+    "unlabelled later",
+    "chosen, half of each at first",
 ]
 """Batches tell later."""
 

@@ -42,7 +42,7 @@ class Batching:
         has_several_loaders: Says whether batches are put together from those of several loaders, part for part.
         expected: Says which sizes the loaders say that their batches have; see `reading`.
         known: What is known of batches, by earlier ones too, see there; None: nothing is remembered.
-        integers: Gives what may be labels in the present batch, as it was on the host; None: nobody knows.
+        label_leaves: Gives what may be labels in the present batch, as it was on the host; None: nobody knows.
 
     Raises:
         ConfigurationError: If a setting has another form.
@@ -56,7 +56,7 @@ class Batching:
     has_several_loaders: Callable[[], bool] = bool
     expected: Callable[[], Collection[int]] = tuple
     known: Known | None = None
-    integers: Callable[[], Mapping[str, Any] | None] = _nobody_knows
+    label_leaves: Callable[[], Mapping[str, Any] | None] = _nobody_knows
 
     def __post_init__(self) -> None:
         check_microbatch_weight(self.microbatch_weight)

@@ -19,7 +19,10 @@ MicrobatchWeight = str | Callable[[Any], Any]
 
 IGNORED_LABEL = -100
 """Positions with this label have no part in a loss: the `ignore_index` of torch's cross entropy."""
+NOT_FINITE = math.inf
+"""Stands for NaN and infinite values among labels that have no part; NaN itself is not equal to NaN."""
 WEIGHTS = ("auto", "samples", "tokens", "sum")
+_MOST_DIMENSIONS = 2  # of targets that are numbers
 NAMES = ("['labels']", ".labels")
 ITEMS = "num_items_in_batch"
 """What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
@@ -103,7 +106,7 @@ class Labels(NamedTuple):
     Attributes:
         path: Where they are in a batch.
         are_shifted: Whether the first of each sequence has no part in the loss.
-        ignored: Which have no part: -100, what sequences are padded with, or 0 in a mask.
+        ignored: Which have no part: -100, what sequences are padded with, 0 in a mask, or `NOT_FINITE`.
         class_weights: How much each class counts; none: all alike.
         are_weights: Whether these are no labels, but say themselves how much a sample counts: weights, lengths.
         at_least: What the loss is divided by where there are fewer: `loss.sum() / max(number, 1)`; 0: no such number.
@@ -118,7 +121,8 @@ class Labels(NamedTuple):
 
     def __str__(self) -> str:
         """What counts, and where it is."""
-        which = "labels, weighted by class" if self.class_weights else f"labels that are not {self.ignored:g}"
+        which = "labels that are finite" if self.ignored == NOT_FINITE else f"labels that are not {self.ignored:g}"
+        which = "labels, weighted by class" if self.class_weights else which
         which = "weights or lengths" if self.are_weights else which
         where = f"{self.path}{', without the first of each sequence' if self.are_shifted else ''}"
         return f"{which} ({where}){f', at least {self.at_least:g}' if self.at_least else ''}"
@@ -147,7 +151,7 @@ class Labels(NamedTuple):
         counted = label[..., 1:] if self.are_shifted and label.dim() > 1 else label
         if self.are_weights:
             return counted.sum(dtype=torch.float64)
-        are_counted = counted != self.ignored
+        are_counted: torch.Tensor = ~gaps_in(counted, self.ignored)
         if not self.class_weights:
             return are_counted.sum()
         weights = torch.tensor(self.class_weights, dtype=torch.float64, device=label.device)
@@ -155,8 +159,8 @@ class Labels(NamedTuple):
         return weights[counted[are_counted].long()].sum()
 
 
-def integers_of(batch: Any, *, waits: bool) -> dict[str, Any]:
-    """What may be labels or masks in a batch, by its place.
+def label_leaves(batch: Any, *, waits: bool) -> dict[str, Any]:
+    """What may be labels, masks or targets in a batch, by its place.
 
     Args:
         batch: The batch.
@@ -165,12 +169,12 @@ def integers_of(batch: Any, *, waits: bool) -> dict[str, Any]:
     return {
         path: leaf
         for path, leaf in leaves_of(batch)
-        if are_integers(leaf) or may_be_mask(path, leaf)
+        if are_integers(leaf) or may_be_mask(path, leaf) or may_be_targets(leaf)
         if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"
     }
 
 
-def have_gaps(leaves: Iterable[Any], ignored: Collection[int]) -> bool:
+def have_gaps(leaves: Iterable[Any], ignored: Collection[float]) -> bool:
     """Whether some of these labels are -100, or another that has no part."""
     return any(has_gaps(leaf, label) for leaf in leaves for label in ignored)
 
@@ -187,6 +191,11 @@ def may_be_mask(path: str, leaf: Any) -> bool:
     return has_values(leaf) and ("mask" in path or "bool" in str(leaf.dtype))
 
 
+def may_be_targets(leaf: Any) -> bool:
+    """Whether a leaf of a batch may be numbers that a model learns, some of which may not be there: no image."""
+    return has_values(leaf) and "float" in str(leaf.dtype) and len(leaf.shape) <= _MOST_DIMENSIONS
+
+
 def has_values(leaf: Any) -> bool:
     """Whether a leaf of a batch has numbers that can be counted."""
     if isinstance(leaf, torch.Tensor):
@@ -194,9 +203,16 @@ def has_values(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
 
 
-def has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any], ignored: int) -> bool:
+def has_gaps(leaf: torch.Tensor | np.ndarray[Any, Any], ignored: float) -> bool:
     """Whether some of these labels are one that has no part."""
-    return bool((leaf == ignored).any())
+    return bool(gaps_in(leaf, ignored).any())
+
+
+def gaps_in(label: Any, ignored: float) -> Any:
+    """Where labels of a tensor or an array are one that has no part."""
+    if ignored != NOT_FINITE:
+        return label == ignored
+    return ~(torch.isfinite(label) if isinstance(label, torch.Tensor) else np.isfinite(label))
 
 
 def _count_labels(parts: Sequence[Any], shifted: bool) -> tuple[float, ...]:

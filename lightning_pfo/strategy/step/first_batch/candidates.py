@@ -12,7 +12,17 @@ from torch import nn
 
 from lightning_pfo.strategy.parallel.compat import modules_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
-from lightning_pfo.strategy.step.batches.weights import IGNORED_LABEL, NAMES, Labels, are_integers, has_gaps, has_values
+from lightning_pfo.strategy.step.batches.weights import (
+    IGNORED_LABEL,
+    NAMES,
+    NOT_FINITE,
+    Labels,
+    are_integers,
+    gaps_in,
+    has_gaps,
+    has_values,
+    may_be_targets,
+)
 
 _MOST_LEAVES = 32  # of a batch that are looked at
 _MOST_CLASSES = 2**12  # that weights are looked for of
@@ -53,6 +63,8 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
     weights: list[Labels] = []
     for path, leaf in leaves:
         may_be_shifted = (False, True)[: leaf.dim()]
+        if may_be_targets(leaf) and has_gaps(leaf, NOT_FINITE):
+            labels.append(Labels(path, False, NOT_FINITE))
         if not leaf.is_floating_point() and not leaf.is_complex() and leaf.dim():
             paddings = dict.fromkeys((*map(float, sorted(known)), *_paddings(leaf)))
             ignored = [value for value in paddings if value != IGNORED_LABEL]
@@ -123,8 +135,9 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
     found = [(kind, [dict(leaves_of(of)).get(kind.path) for of in (batch, *parts)]) for kind in kinds]
     tensors = [(kind, list(map(torch.as_tensor, each))) for kind, each in found if all(map(has_values, each))]
     tensors = [(kind, each) for kind, each in tensors if _may_be_changed(kind, each[0])]
-    before = [list(map(kind.number_in, each)) for kind, each in tensors]
-    for number, (kind, (_, *of_parts)) in enumerate(tensors):
+    less: list[list[float]] = []
+    for number, (kind, (of_batch, *of_parts)) in enumerate(tensors):
+        before = list(map(kind.number_in, (of_batch, *of_parts)))
         for part in _changed(of_parts, number):
             if not kind.are_weights or part.dtype == torch.bool:
                 _take_away(part, kind.ignored if not kind.are_weights else 0)
@@ -134,10 +147,10 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
                 part.mul_(1 / (2 + number))  # of others that were alike another share is left
             else:
                 part.sub_(part.clamp(min=0) // 2)  # of what is 1 nothing
-    less = [
-        [float(then - kind.number_in(now)) for now, then in zip(each, of_each, strict=True)]
-        for (kind, each), of_each in zip(tensors, before, strict=True)
-    ]
+        # one after the other: what is taken away of a mask comes to what is not masked
+        less.append(
+            [float(then - kind.number_in(now)) for now, then in zip((of_batch, *of_parts), before, strict=True)]
+        )
     return any(of_batch for of_batch, *_ in less) and all(math.isclose(each[0], sum(each[1:])) for each in less)
 
 
@@ -151,7 +164,7 @@ def _changed(parts: Sequence[torch.Tensor], number: int) -> list[torch.Tensor]:
 
 
 def _may_be_changed(labels: Labels, found: torch.Tensor) -> bool:
-    return labels.are_weights or bool((found == labels.ignored).any() or (not labels.ignored and (found == 1).all()))
+    return labels.are_weights or has_gaps(found, labels.ignored) or bool(not labels.ignored and (found == 1).all())
 
 
 def _take_targets_away(targets: torch.Tensor, period: int) -> None:
@@ -167,10 +180,10 @@ def _take_away(label: torch.Tensor, ignored: float) -> None:
     """Leave the last label of each row, and have it first too, as a mean may leave the first of each sequence out."""
     if not label.dim():
         return
-    are_there = label != ignored
+    are_there = ~gaps_in(label, ignored)
     last = are_there.shape[-1] - 1 - are_there.flip(-1).int().argmax(-1, keepdim=True)
     kept, have_any = label.gather(-1, last), are_there.any(-1, keepdim=True)
-    gap = torch.full_like(kept, ignored)
+    gap = torch.full_like(kept, math.nan if ignored == NOT_FINITE else ignored)
     label.copy_(gap.expand_as(label))
     label.scatter_(-1, last, kept)
     if label.dim() > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,12 +13,15 @@ from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.batches.weights import (
     IGNORED_LABEL,
+    NOT_FINITE,
     Labels,
+    are_integers,
     has_gaps,
     have_gaps,
-    integers_of,
     is_divided_by_items,
+    label_leaves,
     may_be_mask,
+    may_be_targets,
     shares_of,
 )
 from lightning_pfo.strategy.step.effects.left import learn
@@ -43,8 +46,8 @@ class KnownRules:
         self._labels: dict[Source, Labels | None] = {}
         self._of_ways: dict[tuple[Source, int], Labels | None] = {}
         self._was_found: set[Source] = set()
-        self._refuted: defaultdict[Source, set[int]] = defaultdict(set)
-        self._masks: defaultdict[Source, set[str]] = defaultdict(set)
+        self._refuted: defaultdict[Source, set[float]] = defaultdict(set)
+        self._told: defaultdict[Source, set[tuple[str, float]]] = defaultdict(set)
         self._none: set[tuple[Source, Labels]] = set()
         self.ways: set[int] = set()
         """How losses of training steps were made so far, see `way_of`."""
@@ -79,7 +82,7 @@ class KnownRules:
         """Whether some losses of a step are known to be means over these labels; None: over samples."""
         return any(of == source and chosen == labels for (of, _), chosen in self._of_ways.items())
 
-    def knows_labels(self, source: Source, ignored: Collection[int]) -> bool:
+    def knows_labels(self, source: Source, ignored: Collection[float]) -> bool:
         """Whether somebody has found out if losses and numbers are means over labels or over samples.
 
         Args:
@@ -93,7 +96,7 @@ class KnownRules:
         """Whether nobody knows yet if numbers are means over labels or over samples, where that is to be found out."""
         batching = self._batching
         is_open = batching.microbatch_weight in ("auto", "samples") and not batching.joins_microbatches
-        return is_open and bool(self._untold_of(source))
+        return is_open and (self._labels.get(source) is None or bool(self._untold_of(source)))
 
     def _untold_of(self, source: Source) -> set[int]:
         """Labels that may have no part in losses or numbers that nobody knows so far to be means over others."""
@@ -113,18 +116,28 @@ class KnownRules:
         batching, parts = self._batching, of.parts
         if len(parts) == 1 or not self.asks_for_labels(of.source):
             return set()
-        noticed = batching.integers()
-        integers = integers_of(of.batch, waits=of.kind != "train") if noticed is None else noticed
+        leaves = batching.label_leaves()
+        if leaves is None:
+            leaves = label_leaves(of.batch, waits=of.kind != "train")
         ignored = self._untold_of(of.source)
-        masks = {path for path, leaf in integers.items() if may_be_mask(path, leaf) and has_gaps(leaf, 0)}
-        masks, self._masks[of.source] = masks - self._masks[of.source], self._masks[of.source] | masks
-        if not masks and not have_gaps(integers.values(), ignored):
+        are_known = self._labels.get(of.source) is not None
+        others = set() if are_known else self._others_in(leaves) - self._told[of.source]
+        if not others and not have_gaps(leaves.values(), ignored):
             return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
-        found += [Labels(path, False, 0) for path in masks]
-        telling = [labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples]
-        return {(labels.path, labels.ignored) for labels in telling}
+        found += [Labels(path, False, value) for path, value in others]
+        unequal = [labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples]
+        telling = {(labels.path, labels.ignored) for labels in unequal}
+        self._told[of.source] |= others & telling  # once: nobody has said that they have no part
+        return telling
+
+    def _others_in(self, leaves: Mapping[str, Any]) -> set[tuple[str, float]]:
+        """What else may have no part, by its place: 0 of masks, -1, and targets that are not there."""
+        zeros = {(path, 0.0) for path, leaf in leaves.items() if may_be_mask(path, leaf)}
+        negative = {(path, -1.0) for path, leaf in leaves.items() if are_integers(leaf)}
+        missing = {(path, NOT_FINITE) for path, leaf in leaves.items() if may_be_targets(leaf)}
+        return {(path, value) for path, value in zeros | negative | missing if has_gaps(leaves[path], value)}
 
     def asks_for_none(self, source: Source) -> bool:
         """Whether nobody knows how a microbatch without any of the labels counts that losses are means over."""
@@ -144,7 +157,7 @@ class KnownRules:
         if (known := self._labels.get(source)) is not None:
             self._none.add((source, known))
 
-    def weigh_by(self, source: Source, labels: Labels | None, ignored: Iterable[int] = ()) -> None:
+    def weigh_by(self, source: Source, labels: Labels | None, ignored: Iterable[float] = ()) -> None:
         """Let microbatches count by their labels from now on.
 
         Args:

@@ -109,7 +109,7 @@ class LabelChoice:
         found = labels_with_gaps(parts.parts, rules.ignored, are_shifted=shifts) if pairs else []
         found = with_least([*filter(None, [before]), *found], parts.parts) if pairs else []
         told = [labels for each in tell(found) for labels in each]
-        ignored = {int(labels.ignored) for labels in told}
+        ignored = {labels.ignored for labels in told}
         # replicas may have found out by themselves, each by other samples
         known = tell((rules.knows_labels(of.source, ignored), before))
         is_known = all(is_known for is_known, _ in known)

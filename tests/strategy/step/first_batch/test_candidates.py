@@ -1,5 +1,7 @@
 """What a loss may be a mean over: with the right one, losses of microbatches add up to that of the batch."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -98,6 +100,20 @@ def by_class(part):
 
 def by_length(part):
     return part["logits"].sum() / part["lengths"].sum()
+
+
+def test_of_a_mask_that_is_half_full_other_numbers_are_left():
+    batch = {"mask": torch.tensor([True, True, False, False] * 4)}
+    parts = split_batch(batch, 4)
+    assert take_labels_away(batch, parts.parts, labels_without_gaps(batch, nn.Identity()))
+    assert len({int(part["mask"].sum()) for part in parts.parts}) > 1
+
+
+def test_what_is_not_finite_is_no_target():
+    batch = {"y": torch.tensor([1.0, math.nan, 2.0, math.inf]), "image": torch.full((4, 1, 2, 2), math.nan)}
+    (labels,) = (each for each in labels_without_gaps(batch, nn.Identity()) if not each.are_weights)
+    assert str(labels) == "labels that are finite (batch['y'])"
+    assert labels.counts(split_batch(batch, 2).parts) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("loss", [padded, masked, weighted, by_class, by_length])
