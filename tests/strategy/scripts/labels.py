@@ -242,6 +242,8 @@ CASES = {
     "named": (Named, RAGGED),
     "shifted": (Shifted, [min(gaps, 4) for gaps in RAGGED]),
     "of samples": (OfSamples, RAGGED),
+    "of samples, split by the user": (OfSamples, RAGGED * 2),
+    "named, split by the user": (Named, RAGGED * 2),
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
     "alternating": (Alternating, RAGGED * 2),
@@ -283,6 +285,12 @@ CASES = {
 }
 
 
+def in_turns(batch, num_microbatches):
+    """Microbatches whose samples are not beside each other, as in the batch."""
+    number = min(num_microbatches, len(batch["x"]))
+    return [{name: values[first::number] for name, values in batch.items()} for first in range(number)]
+
+
 def trained(name, rank, num_ranks):
     """What comes of a training, on one device or on ranks."""
     make, gaps = CASES[name]
@@ -297,6 +305,7 @@ def trained(name, rank, num_ranks):
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}
         said_of_them = {"microbatch_weight": "tokens"} if name.startswith("replicas, twice") else {}
+        said_of_them |= {"split_batch": in_turns} if name.endswith("split by the user") else {}
         strategy = PfoPipelineStrategy(
             num_microbatches=4 // replicas, data_parallel_size=replicas, **divided, **said_of_them
         )

@@ -66,6 +66,8 @@ LATER = [
         "named",
         "shifted",
         "of samples",
+        "of samples, split by the user",
+        "named, split by the user",
         "alike at first",
         "alternating",
         "taking turns",

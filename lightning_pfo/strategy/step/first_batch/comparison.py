@@ -313,7 +313,8 @@ class Comparison:
             return said
         if is_training and not any(self._rehearsal.tell(bool(said))):
             said += self._compare_slopes(first, parts, tolerance)
-        situations = [pairs, others, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
+        few = batching.num_to_join(first.parts, min(len(parts), 2))
+        situations = [pairs, others, self._go_on(first, few, pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
             unfit |= _tried(lambda: check.unfit_texts(pairs, tolerance)) or {}
