@@ -267,8 +267,11 @@ CASES = {
     "named": (Named, RAGGED),
     "shifted": (Shifted, [min(gaps, 4) for gaps in RAGGED]),
     "of samples": (OfSamples, RAGGED),
+    "of samples, split by the user": (OfSamples, RAGGED * 2),
+    "named, split by the user": (Named, RAGGED * 2),
     "alike at first": (Named, [2] * BATCH + RAGGED),
     "none at first": (Named, [0] * BATCH + RAGGED),
+    "gaps in the fourth": (Named, ([0] * BATCH * 3 + [0, 0, 0, 0, 0, 0, 5, 4]) * 2),
     "alternating": (Alternating, RAGGED * 2),
     "twice": (Twice, RAGGED),
     "taking turns": (TakingTurns, RAGGED * 2),
@@ -307,9 +310,16 @@ CASES = {
     "replicas, twice": (Twice, [LENGTH, 0, LENGTH, 1, 0, 2, 1, 0]),
     "replicas, twice, divided": (Twice, [LENGTH, 0, LENGTH, 1, 0, 2, 1, 0]),
     "replicas, later": (Named, LATER),
+    "replicas, in the fourth": (Named, [0] * BATCH * 7 + [0] * 4 + [0, 5, 0, 4] + RAGGED),
     "replicas, alternating": (Alternating, RAGGED * 4),
     "replicas, divided": (Named, LATER),
 }
+
+
+def in_turns(batch, num_microbatches):
+    """Microbatches whose samples are not beside each other, as in the batch."""
+    number = min(num_microbatches, len(batch["x"]))
+    return [{name: values[first::number] for name, values in batch.items()} for first in range(number)]
 
 
 def trained(name, rank, num_ranks):
@@ -326,9 +336,9 @@ def trained(name, rank, num_ranks):
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}
         said_of_them = {"microbatch_weight": "tokens"} if name.startswith("replicas, twice") else {}
-        strategy = PfoPipelineStrategy(
-            num_microbatches=4 // replicas, data_parallel_size=replicas, **divided, **said_of_them
-        )
+        said_of_them |= {"split_batch": in_turns} if name.endswith("split by the user") else {}
+        number = 4 if name.endswith("in the fourth") else 4 // replicas
+        strategy = PfoPipelineStrategy(num_microbatches=number, data_parallel_size=replicas, **divided, **said_of_them)
         devices = {"devices": num_ranks, "strategy": strategy}
     precision = "bf16-mixed" if name in ("mild", "weighted in bf16") else "32-true"
     precision = "bf16-true" if name.endswith("all of bf16") else precision

@@ -52,6 +52,7 @@ NOT_LABELS = ["detected", "twofold", "measured", "measured, alike at first", "ma
 LATER = [
     "detected, none later",
     "none at first",
+    "gaps in the fourth",
     "padded later",
     "padded later, beside others",
     "masked later",
@@ -70,6 +71,8 @@ LATER = [
         "named",
         "shifted",
         "of samples",
+        "of samples, split by the user",
+        "named, split by the user",
         "alike at first",
         "alternating",
         "taking turns",
@@ -143,10 +146,11 @@ def test_replicas_decide_by_their_own_samples(tmp_path):
     ranks = run_on(4, tmp_path)
     (said,) = (text for text in ranks[0]["replicas, alternating"]["said"] if "as this batch's" in text)
     assert "others before with such a loss, may have counted otherwise" in said
+    assert any("From batch 4 on microbatches count by" in text for text in ranks[0]["replicas, in the fourth"]["said"])
     twice = {"replicas, twice", "replicas, twice, divided"} & ranks[0].keys()
     for found in ranks:
         assert all(found[case]["losses"] == pytest.approx(found["replicas, twice"]["losses"]) for case in twice)
-    for case in ranks[0].keys() - {"replicas, alternating"} - twice:
+    for case in ranks[0].keys() - {"replicas, alternating", "replicas, in the fourth"} - twice:
         told = " ".join(ranks[0][case]["said"])
         assert "Microbatches count by their labels that are not -100 (batch['labels']) in train steps." in told
         assert OTHER not in told

@@ -130,10 +130,17 @@ class Batching:
             return None
         return size_or_one(batch, self.batch_dim, self.expected(), self.known)
 
+    def num_to_join(self, microbatches: Microbatches, wanted: int) -> int:
+        """How many of the first microbatches can be one batch, where so many are wanted.
+
+        The user's own way of splitting does not tell which samples they have, so there it is all.
+        """
+        return wanted if self.split_batch is None else len(microbatches)
+
     def first_parts(self, batch: Any, microbatches: Microbatches, number: int) -> Any:
-        """The samples of the first microbatches, as one batch; the user's own way of splitting gives only the first."""
-        if self.split_batch is not None:
-            return microbatches[0]
+        """The samples of the first microbatches, as one batch; of as many as `num_to_join` says."""
+        if number == len(microbatches):
+            return batch
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.first(sum(microbatches.sizes[:number]))

@@ -45,7 +45,10 @@ _TRIES = 3
 _AGAIN = frozenset(4**power for power in range(1, 16))
 """Numbers of the batches that are compared again: 4, 16, 64, 256 and so on."""
 _FEW = 2
-"""So many microbatches are compared in the fourth training batch: with all, it might take more memory than training."""
+"""So many microbatches are compared in the fourth training batch: with all, it might take more memory than training.
+
+All are where it has what none before had, as labels with gaps: others may have these.
+"""
 _SECOND = 2
 """That in which a step finds what it has left, as the state of a recurrent network."""
 
@@ -94,6 +97,7 @@ class Comparison:
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
         self._numbers: dict[Source, NumberCheck] = {}
         self._is_compared = False
+        self._is_telling = False
         self._has_run = False
         self._are_slopes_known = False
         self._ways: defaultdict[Source, int] = defaultdict(lambda: 1)
@@ -113,20 +117,20 @@ class Comparison:
         self._number[source] += 1
         is_late = not self._tries.setdefault(source, _TRIES)
         telling, tells_of_none = self._telling(first)
-        is_telling = bool(telling) or tells_of_none
+        self._is_telling = bool(telling) or tells_of_none
         if is_late and self._is_again_due(source):
             self._tries[source] = 1
         is_second = kind == "train" and self._number_trained == _SECOND
         if is_second and self._leaves_something and self._looks_later and self._are_alike(first):
             self._check_state(first)
         is_due = bool(self._tries[source])
-        self._is_compared = is_due or is_telling
+        self._is_compared = is_due or self._is_telling
         if not self._is_compared:
             return
         self._tries[source] = max(self._tries[source] - 1, 0)
         everywhere = self._divided or (kind == "train" and is_due and self._are_alike(first))
         self._compare_now(first, everywhere=everywhere, is_late=is_late)
-        if is_telling:
+        if self._is_telling:
             self._asked[source] |= dict.fromkeys(telling, self._number_trained)
             if tells_of_none:
                 self._runner.rules.note_none(source)
@@ -273,11 +277,13 @@ class Comparison:
             whole = Whole(first.batch, lambda: first.step(first.batch, *first.rest), first.parts.sizes)
         by_parts = self._rehearsal.by_parts(first, whole)
         most = 0
-        counts = any(self._engine.all_gather(bool(self._rehearsal.grown), everywhere=self._rehearsal.everywhere))
+        mine = bool(self._rehearsal.grown), self._is_telling
+        everyone = self._engine.all_gather(mine, everywhere=self._rehearsal.everywhere)
+        counts, is_telling = map(any, zip(*everyone, strict=True))
         is_due = is_training or counts or self._number[first.source] == 1  # rows, and what metrics are told, once
         if by_parts and whole is None and (self._is_unsure(first, by_parts) or is_due):
             is_soon = is_training and is_late and not self._has_run and self._number[first.source] == min(_AGAIN)
-            most = _FEW if is_soon else self._rehearsal.most()
+            most = _FEW if is_soon and not is_telling else self._rehearsal.most()
         if whole is not None:  # the end of the step has all of the batch in any case
             most = num_microbatches * bool(by_parts)
         run = self._rehearsal.in_one_piece(first, by_parts, most, whole)
@@ -313,7 +319,8 @@ class Comparison:
             return said
         if is_training and not any(self._rehearsal.tell(bool(said))):
             said += self._compare_slopes(first, parts, tolerance)
-        situations = [pairs, others, self._go_on(first, min(len(parts), 2), pairs, check, tolerance)]
+        few = batching.num_to_join(first.parts, min(len(parts), 2))
+        situations = [pairs, others, self._go_on(first, few, pairs, check, tolerance)]
         if pairs:
             unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
             unfit |= _tried(lambda: check.unfit_texts(pairs, tolerance)) or {}

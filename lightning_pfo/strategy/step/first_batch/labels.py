@@ -183,8 +183,8 @@ class LabelChoice:
 
     def _half(self, of: StepOnBatch, parts: Microbatches) -> Iterator[_Tried]:
         """Half of a batch, which tells that nothing explains it by chance."""
-        half = of.parts[: len(parts) // 2]
-        if len(half) > 1:
+        half = of.parts[: self._batching.num_to_join(of.parts, len(parts) // 2)]
+        if 1 < len(half) < len(parts):
             with self._rehearsal.silent(True):
                 yield _Tried(of, half, self._rehearsal.pair(of, half, 0))
 

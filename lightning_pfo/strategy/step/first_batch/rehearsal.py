@@ -157,6 +157,7 @@ class Rehearsal:
         if not most:
             return None
         possible = {min(most, num_microbatches), num_microbatches if whole is not None else 2}
+        possible = {self._runner.batching.num_to_join(first.parts, number) for number in possible}
         for number in sorted(possible, reverse=True):  # two may fit where all do not
             of_all = self.run(first, self._joined(first, number), 0)
             if all(self.tell(bool(of_all))):
@@ -171,8 +172,7 @@ class Rehearsal:
 
     def _joined(self, first: StepOnBatch, number: int) -> Microbatches:
         """The samples of the first microbatches as one."""
-        is_all = number == len(first.parts)
-        joined = first.batch if is_all else self._runner.batching.first_parts(first.batch, first.parts, number)
+        joined = self._runner.batching.first_parts(first.batch, first.parts, number)
         return Microbatches((joined,), (sum(first.parts.sizes[:number]),))
 
     def draw_again(self, first: StepOnBatch, parts: Microbatches, pairs: list[Pair], whole: Whole | None) -> None:
