@@ -98,6 +98,7 @@ def build_pipeline(
     pipeline_module: str | None = None,
     partition: str = "uniform",
     first_step: Callable[[], Callable[[torch.device], Any] | None] | None = None,
+    provide: Callable[[], bool] = bool,
     trains: bool = True,
     num_microbatches: int | None = None,
     local_device_index: int = 0,
@@ -132,6 +133,7 @@ def build_pipeline(
         partition: Which layers go to which stage; see `partition_layers`.
         first_step: Makes what runs the user's step on a first microbatch, on a device, or returns None. It shows the
             order in which the parts of the model are called, and for the partition `profile` how long they take.
+        provide: Makes what that step may have missed if it fails, such as optimizers; tells whether there is something.
         trains: Whether that is a step of training, which stages have to run.
         num_microbatches: Microbatches per training batch, if they are known by now.
         local_device_index: Index of this rank's GPU on its node.
@@ -190,6 +192,7 @@ def build_pipeline(
         device,
         agree,
         hold_uncalled,
+        provide=provide,
         trains=trains,
         follows_weights=sharding is None and tensor_group is None and not batching.joins_microbatches,
     )
@@ -272,6 +275,8 @@ def build_pipeline(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
     warnings = warnings_of(memory, split, placement)
+    if split.look and trains:
+        warnings.append(f"{split.look} Layers that it had not come to by then are placed as the module has them.")
     description = f"{partitioned}\n{memory}"
     return Pipeline(engine, runner, shared, local_parameters(model), means, buffers, forecast, description, warnings)
 

@@ -43,6 +43,7 @@ def divide(
     agree: Agree,
     uncalled: str = "everywhere",
     *,
+    provide: Callable[[], bool] = bool,
     trains: bool = True,
     follows_weights: bool = True,
 ) -> tuple[Split, list[float]]:
@@ -57,6 +58,7 @@ def divide(
         device: Where layers are measured.
         agree: Raises on all ranks what goes wrong with the trace on any; see `agree_on_trace`.
         uncalled: Who holds what the step does not use; see `split_units`.
+        provide: Makes what a step that has failed may have missed, and tells whether there is something.
         trains: Whether stages have to run the step; an evaluation that they cannot runs unit by unit.
         follows_weights: Whether what uses weights of layers by themselves may run where the layers are.
 
@@ -95,7 +97,10 @@ def divide(
         find = partial(find_units, model, pipeline_module, num_stages)
         make = partial(fit_units, model, units, on_cpu, find, at_least=num_stages, follows_weights=follows_weights)
         try:
-            units, found, by_name = _agreed_trace(partial(make, may_look_elsewhere=pipeline_module is None), agree)
+            make = partial(make, may_look_elsewhere=pipeline_module is None)
+            units, found, by_name = _agreed_trace(make, agree)
+            if found.failure is not None and provide():
+                units, found, by_name = _agreed_trace(make, agree)
             look = "" if found.failure is None else told_of_look(found.failure)
             trace = _telling(found)
         except ConfigurationError as error:

@@ -169,8 +169,7 @@ class StepStrategy(CheckpointStrategy):
             return None
         training_step = module.training_step
         if self.manual is not None:
-            with untouched(module, values=False):  # the step asks for optimizers, which are made anew after the split
-                self.setup_optimizers(module.trainer)
+            self._provide_optimizers()
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
@@ -178,6 +177,15 @@ class StepStrategy(CheckpointStrategy):
                 return training_step(microbatch, 0)
 
         return step
+
+    def _provide_optimizers(self) -> bool:
+        """Make optimizers for a first look at a step that asks for them; they are made anew after the split."""
+        module = self._module()
+        if self.optimizers or module.trainer.state.fn != TrainerFn.FITTING:
+            return False
+        with untouched(module, values=False):
+            self.setup_optimizers(module.trainer)
+        return True
 
     def _first_evaluation(self) -> Callable[[torch.device], Any] | None:
         """The same of an evaluation that begins with a module that is whole; None also where layers are measured."""

@@ -368,6 +368,7 @@ class PfoPipelineStrategy(StepStrategy):
             pipeline_module=self._pipeline_module,
             partition=self._partition,
             first_step=self._first_step if is_fitting else self._first_evaluation,
+            provide=self._provide_optimizers,
             trains=is_fitting,
             num_microbatches=self._num_microbatches,
             local_device_index=self.local_rank,

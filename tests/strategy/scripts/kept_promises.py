@@ -390,6 +390,39 @@ def keeps_much(place):
     return {"seen": module.seen, "said": [text for text in said if "self.large" in text]}
 
 
+class LogsRates(Module):
+    """Asks for what `configure_optimizers` makes, calls its layers from the last to the first, and has an average."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.layers)
+        self.average = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        self.log("before", self.trainer.optimizers[0].param_groups[0]["lr"])
+        (x,) = batch
+        for layer in reversed(self.layers):
+            x = layer(x)
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        self.log("scheduled", self.lr_schedulers().get_last_lr()[0])
+        loss = x.square().mean()
+        self.seen.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def logs_rates(place):
+    """Those that a first look at the step does not have yet, and which stage has which layers."""
+    (trainer := trainer_of(place)).fit(module := LogsRates(), loader())
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    is_here = [not layer[0].weight.is_meta for layer in module.layers]
+    return {"seen": module.seen, "logged": logged, "here": is_here, "average": module.average[0].weight.is_meta}
+
+
 class SavesBeside(Module):
     """Saves after its second step; a file is not written before the fourth one has ended."""
 
@@ -486,7 +519,7 @@ def gathers(place):
 
 PARTS = (
     *(gradients, noise, stops, loads_foreign_checkpoints, fetches_two, lists_callbacks, sends_predictions),
-    *(prints, keeps_much, saves_beside, gathers),
+    *(prints, keeps_much, saves_beside, gathers, logs_rates),
 )
 
 

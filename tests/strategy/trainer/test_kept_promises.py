@@ -158,3 +158,16 @@ def test_the_whole_module_is_saved_exported_copied_and_generates_as_that_of_one_
     check(found | {"hook": expected["hook"]}, expected, "gathers")
     if place == "two":
         assert seen["two_1"]["gathers"] == [True]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_steps_may_ask_for_optimizers_and_schedules_before_and_after_the_model(seen, rank):
+    """Layers are in the stages in which they are called, and what is not called is everywhere."""
+    expected, found = seen["plain_0"]["logs_rates"], seen[rank]["logs_rates"]
+    assert list(expected["logged"].values()) == pytest.approx([0.1 * 0.5**5] * 3)
+    for what in ("seen", "logged"):
+        assert found[what] == pytest.approx(expected[what], rel=2e-5)
+    assert found["here"] == {"two_0": [False, False, True, True], "two_1": [True, True, False, False]}.get(
+        rank, [True] * 4
+    )
+    assert not found["average"]
