@@ -269,11 +269,25 @@ class WayMade(NamedTuple):
     chooses: bool = False
     ignored: frozenset[int] = frozenset()
 
+    def beside(self, other: WayMade) -> WayMade:
+        """How losses of a batch are made of which some are made in another way, as those of fewer samples."""
+        numbers = (self.number, other.number)
+        number = max(numbers) if not all(numbers) or len(set(numbers)) == 1 else zlib.crc32(repr(numbers).encode()) or 1
+        return WayMade(number, self.chooses or other.chooses, self.ignored | other.ignored)
 
-def way_of(loss: torch.Tensor, batch: Any = None) -> WayMade:
-    """How a loss is made, by its last operations, and by which leaves of its batch they take for labels."""
+
+def way_of(loss: torch.Tensor, batch: Any = None, *, looks: bool = False) -> WayMade:
+    """How a loss is made, by its last operations, and by which leaves of its batch they take for labels.
+
+    Args:
+        loss: The loss.
+        batch: Its batch.
+        looks: Whether one that is NaN is taken for one that is made in another way; one has to wait for its value.
+    """
     operations = _last_operations(loss)
     kinds = list(map(kind_of_operation, operations))
+    if looks and bool(loss.isnan().any()):
+        kinds.append("nan")
     targets = {memory_of(target) for each in operations if (target := target_of(each)) is not None}
     if targets and batch is not None:
         leaves = ((path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))

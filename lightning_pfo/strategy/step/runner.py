@@ -332,7 +332,7 @@ class StepRunner:
         recorder = LogRecorder(self.owner, weights, sizes, of_epochs=kind != "train")
         results: list[Any] = []
         shape: tuple[int, ...] = ()
-        way = WayMade()
+        way, of_sizes = WayMade(), set[int]()
 
         def take(result: Any, index: int) -> torch.Tensor:
             nonlocal shape, way
@@ -343,10 +343,13 @@ class StepRunner:
                 return torch.zeros(())
             loss, shape = loss_of(result), tuple(loss_in(result).shape)
             check_known(loss)
-            if not way.number and whole is None:
-                way = way_of(loss, microbatches.parts[index])
-                if stages.rules.labels(of.source, way.number) != stages.rules.labels(of.source):
-                    recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, way.number)
+            if whole is None and (size := microbatches.sizes[index]) not in of_sizes:
+                looks = bool(of_sizes) and recorder.weights[index] > 0  # of fewer samples there may be no mean
+                of_sizes.add(size)
+                made = way_of(loss, microbatches.parts[index], looks=looks)
+                if not way.number and stages.rules.labels(of.source, made.number) != stages.rules.labels(of.source):
+                    recorder.weights = stages.rules.weights(of.source, microbatches.parts, sizes, made.number)
+                way = way.beside(made)
             results.append(kept_of(result, loss, wanted=outputs != "nobody"))
             weight = recorder.weights[index]
             return to_be_differentiated(loss, weight, loss_scale, runs_backward=self._divided)

@@ -299,6 +299,14 @@ class CouplesLater(Base):
         return loss
 
 
+class Pairs(Base):
+    """Compares each sample with the next: with none where a microbatch has one."""
+
+    def training_step(self, batch, batch_idx):
+        y = self.layers(batch)
+        return (y[::2][: len(y) // 2] - y[1::2]).square().mean()
+
+
 class Curriculum(Base):
     """Trains by another mean from the second epoch on, and evaluates by what is no mean then."""
 
@@ -526,6 +534,8 @@ def main():
     # which is told of
     make_trainer(4).validate(EvaluatesOtherwise(), DataLoader(X.repeat(7, 1), batch_size=4), verbose=False)
     train(Recurrent("flat"), 4)  # which is told of
+    # its last batch has microbatches of 2 and of 1; which is told of
+    make_trainer(4).fit(Pairs(), DataLoader(X.repeat(9, 1)[: 4 * 8 + 6], batch_size=8))
     refused["grows"] = refusal(Grows("grows"), 4, epochs=2)
     refused["hook, order"] = refusal(SetInHook("order"), 4)
     refused["scripted"] = refusal(Scripted(), 4)

@@ -67,6 +67,10 @@ def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results):
         assert ALIKE in refused
 
 
+def test_a_short_batch_that_leaves_nothing_to_take_a_mean_over_is_told_of(results):
+    assert re.search(r"The loss of training batch 5 is \S+ on one device, but .* which is nan", results[2])
+
+
 def test_weights_that_a_hook_ties_over_stages_are_refused_by_name(results):
     said = "'head.weight' has become 'layers.0.linear.weight' since"
     assert said in results[2]  # also of the comparison before

@@ -95,8 +95,8 @@ def told_of_look(failure: BaseException) -> str:
     """
     is_missing = isinstance(failure, AttributeError)
     way_out = (
-        "Hooks have not been called by then and the Trainer has no loaders, so that what these give is missing: have "
-        "it in __init__ too, or let the step do without."
+        "Hooks have not been called by then and the Trainer has no loaders, so that what these set or give is missing: "
+        "set it in __init__ too, or let the step do without."
         if is_missing
         else "Let the step run there too, where numbers stand for the values of layers."
     )
