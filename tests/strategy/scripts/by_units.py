@@ -125,6 +125,11 @@ class Module(L.LightningModule):
         elif self.case == "decides":
             x = self(x)
             x = self.head(x) if x.mean() > 0.01 * batch_idx else self.first(x)
+        elif self.case == "differentiates":  # for a force
+            with torch.enable_grad():
+                x.requires_grad_()
+                (force,) = torch.autograd.grad(self(x).sum(), x)
+            x = x.detach() * force
         elif self.averaged is not None:
             y = self.decode(x)
             with self.averaged.instead(self.layers):
@@ -172,6 +177,7 @@ CASES = {
     "changes arguments": {},
     "lends": {},  # a module, to all layers
     "averages weights": {},
+    "differentiates": {},
     "noisy": {},
     "in hooks": {},
     "fails": {},

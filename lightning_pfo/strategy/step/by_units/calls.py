@@ -30,7 +30,7 @@ from lightning_pfo.strategy.step.values import RULE_OF_TEXTS, ValueExchange
 
 
 class UnitCalls:
-    """Lets all ranks together call units that some of them hold; each is run forward only.
+    """Lets all ranks together call units that some of them hold; each of these is run forward only.
 
     Args:
         split: How the model is divided.
@@ -70,9 +70,8 @@ class UnitCalls:
                 raise not_here(unit.name)
             return unit.compute(*args, **kwargs)
         holder = self._holder_of(unit, _texts_in(args, kwargs))
-        if holder is None:
-            with torch.no_grad():
-                return unit.compute(*args, **kwargs)
+        if holder is None:  # it may be differentiated, where the caller does
+            return unit.compute(*args, **kwargs)
         given = Given((args, kwargs), self._modules)
         result, sent, error = None, None, None
         lent = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._modules]

@@ -1,7 +1,7 @@
 """Evaluations that stages cannot run: all ranks do, unit by unit, or each by itself with all of the model.
 
 The latter is for a step that uses values of layers itself, as one that puts averaged weights into the model for a while
-(latent diffusion's `ema_scope`), where it cannot be divided either.
+(latent diffusion's `ema_scope`), or differentiates by what layers are given, as for forces or attacks.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class UnitEvaluations:
                 raise
             except Exception as error:
                 if not self._may_be_run_by_each(error, is_first=is_first):
-                    # gradients are asked for, and units run without
-                    if isinstance(error, ConfigurationError) or "require grad" in str(error):
+                    if _is_of_units(error):
                         raise refused from error
                     raise
             else:
@@ -89,7 +88,7 @@ class UnitEvaluations:
 
     def _may_be_run_by_each(self, error: Exception, *, is_first: bool) -> bool:
         """Whether all ranks have failed since they do not have all of the model, or do not know of another error."""
-        may = is_first and isinstance(error, (ConfigurationError, RanksApartError))
+        may = is_first and (_is_of_units(error) or isinstance(error, RanksApartError))
         (will_not,) = meet("a step that has failed", self._engine.host_group(), [not may])
         return not will_not
 
@@ -99,14 +98,19 @@ class UnitEvaluations:
         self._refused[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had
 
 
+def _is_of_units(error: Exception) -> bool:
+    """Whether a step may have failed only since units are run where they are held, without gradients."""
+    return isinstance(error, ConfigurationError) or "require grad" in str(error)
+
+
 _BY_UNITS = (
     "The {kind} step cannot be divided into stages; all ranks run it, on whole batches and layer by layer, each "
     "waiting for the one that holds the layer. That is slower; the results are those of one device. Why: {why}"
 )
 _BY_EACH = (
-    "The {kind} step cannot be divided into stages, and uses values of layers itself; each rank runs it, on whole "
-    "batches, with all parameters and buffers of the model ({mib:,.1f} MiB), which it is sent for each batch. That is "
-    "slower; the results are those of one device. Why: {why}"
+    "The {kind} step cannot be divided into stages, and uses values or gradients of layers itself; each rank runs it, "
+    "on whole batches, with all parameters and buffers of the model ({mib:,.1f} MiB), which it is sent for each batch. "
+    "That is slower; the results are those of one device. Why: {why}"
 )
 
 
