@@ -401,6 +401,18 @@ class Scripted(Base):
     training_step = SwitchedBack.training_step
 
 
+class ScalesInPlace(Base):
+    """Divides its loss by a buffer that it changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch).square().mean()
+        return loss / self.scale.mul_(0.9).add_(loss.detach())
+
+
 class Attacks(Base):
     """Differentiates by its input, itself."""
 
@@ -539,6 +551,7 @@ def main():
     refused["grows"] = refusal(Grows("grows"), 4, epochs=2)
     refused["hook, order"] = refusal(SetInHook("order"), 4)
     refused["scripted"] = refusal(Scripted(), 4)
+    refused["in place"] = refusal(ScalesInPlace(), 4)
     refused["attacks"] = refusal(Attacks(), 4)
     refused["backwards"] = refusal(TwoBackwards(), 4)
     (FOLDER / f"rank_{dist.get_rank()}.json").write_text(

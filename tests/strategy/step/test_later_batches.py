@@ -93,6 +93,12 @@ def test_parameters_that_come_while_it_trains_are_refused_by_name(results):
         assert "'layers.5.linear.weight', 'layers.5.linear.bias' came later" in found["refused"]["grows"]
 
 
+def test_what_a_loss_needs_is_not_to_be_changed_in_place(results):
+    for found in results[1]:
+        assert "compute with a copy of it (loss / self.scale.clone())" in found["refused"]["in place"]
+        assert "modified by an inplace operation" in found["refused"]["in place"]
+
+
 def test_scripted_layers_are_refused_by_name(results):
     for found in results[1]:
         assert "'layers.1.linear' is one (Linear)" in found["refused"]["scripted"]

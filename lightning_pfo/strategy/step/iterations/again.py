@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import StepEndedError
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
@@ -16,6 +17,15 @@ from lightning_pfo.strategy.step.outcome import StepOnBatch
 from lightning_pfo.strategy.step.programs import Programs
 
 T = TypeVar("T")
+
+
+_CHANGED_IN_PLACE = "modified by an inplace operation"
+"""So torch says it, in a backward."""
+_BETWEEN = (
+    "The backward of a microbatch needs what has been changed in place since its forward. On a pipeline other "
+    "microbatches run forward between the two: if the step changes a buffer that its loss is computed with, compute "
+    "with a copy of it (loss / self.scale.clone()). Torch says:"
+)
 
 
 class WeighedOtherwiseError(Exception):
@@ -38,11 +48,13 @@ def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs:
 
 @contextmanager
 def _explained(programs: Programs) -> Iterator[None]:
-    """Where a step runs: if it fails because of what a hook has done, that is said."""
+    """Where a step runs: if it fails because of what a hook has done, or other microbatches, that is said."""
     try:
         yield
     except Exception as error:
         explained = programs.explained(error)
+        if explained is error and _CHANGED_IN_PLACE in str(error):
+            explained = ConfigurationError(f"{_BETWEEN} {error}")
         if explained is error:
             raise
         raise explained from error
