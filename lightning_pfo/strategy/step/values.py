@@ -35,9 +35,9 @@ RULE_OF_TEXTS = (
 )
 """Why ranks may come to something else, for messages."""
 _APART = (
-    "The ranks of a pipeline divide a step alike, but here they do not, and would wait for each other. What calls layers "
-    "in threads of its own (ThreadPoolExecutor) cannot be followed: call them one after the other. Else please report "
-    "this step; with partition='custom:...' it is divided at other layers."
+    "The ranks of a pipeline divide a step alike, but here they do not, and would wait for each other. What calls "
+    "layers in threads of its own (ThreadPoolExecutor) cannot be followed: call them one after the other. Else please "
+    "report this step; with partition='custom:...' it is divided at other layers."
 )
 
 
