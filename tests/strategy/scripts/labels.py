@@ -300,6 +300,7 @@ CASES = {
     "reweighted": (Reweighted, [min(gaps, 5) for gaps in RAGGED * 2]),
     "detected": (Detected, [0, 1, 6, 6, 3, 4, 2, 6, *RAGGED]),
     "detected, none later": (Detected, [min(gaps, 4) for gaps in RAGGED] + [0, 1, 6, 6, 3, 4, 2, 6] * 2 + [LENGTH] * 8),
+    "detected, one in each at first": (Detected, [LENGTH - 1] * BATCH + [min(gaps, LENGTH - 1) for gaps in RAGGED]),
     "missing": (Missing, [min(gaps, 5) for gaps in RAGGED]),
     "missing later": (Missing, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "unlabelled later": (Unlabelled, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),

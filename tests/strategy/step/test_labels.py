@@ -58,6 +58,7 @@ LATER = [
     "masked later",
     "by class, padded later",
     "reweighted",
+    "detected, one in each at first",
     "missing later",
     "unlabelled later",
     "chosen, half of each at first",

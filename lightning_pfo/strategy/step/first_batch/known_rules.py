@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from lightning_pfo.strategy.step.batches.batching import Batching
@@ -30,6 +31,8 @@ from lightning_pfo.strategy.step.gradients import WayMade
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 
+_MOST_WATCHED = 8  # in each batch one waits for their numbers
+
 
 class KnownRules:
     """Rules of the values that each kind of step leaves with the batches of each loader, and weights of microbatches.
@@ -47,7 +50,8 @@ class KnownRules:
         self._of_ways: dict[tuple[Source, int], Labels | None] = {}
         self._was_found: set[Source] = set()
         self._refuted: defaultdict[Source, set[float]] = defaultdict(set)
-        self._told: defaultdict[Source, set[tuple[str, float]]] = defaultdict(set)
+        self._told: defaultdict[Source, set[Labels]] = defaultdict(set)
+        self._watched: defaultdict[Source, set[Labels]] = defaultdict(set)
         self._none: set[tuple[Source, Labels]] = set()
         self.ways: set[int] = set()
         """How losses of training steps were made so far, see `way_of`."""
@@ -120,24 +124,28 @@ class KnownRules:
         if leaves is None:
             leaves = label_leaves(of.batch, waits=of.kind != "train")
         ignored = self._untold_of(of.source)
-        are_known = self._labels.get(of.source) is not None
-        others = set() if are_known else self._others_in(leaves) - self._told[of.source]
+        others = set[Labels]()
+        if self._labels.get(of.source) is None:
+            others = (self._others_in(leaves) | self._watched[of.source]) - self._told[of.source]
         if not others and not have_gaps(leaves.values(), ignored):
             return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
-        found += [Labels(path, False, value) for path, value in others]
-        unequal = [labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples]
-        telling = {(labels.path, labels.ignored) for labels in unequal}
-        self._told[of.source] |= others & telling  # once: nobody has said that they have no part
-        return telling
+        found += others
+        unequal = {labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples}
+        self._told[of.source] |= others & unequal  # once: nobody has said that they have no part
+        return {(labels.path, labels.ignored) for labels in unequal}
 
-    def _others_in(self, leaves: Mapping[str, Any]) -> set[tuple[str, float]]:
-        """What else may have no part, by its place: 0 of masks, -1, and targets that are not there."""
-        zeros = {(path, 0.0) for path, leaf in leaves.items() if may_be_mask(path, leaf)}
-        negative = {(path, -1.0) for path, leaf in leaves.items() if are_integers(leaf)}
-        missing = {(path, NOT_FINITE) for path, leaf in leaves.items() if may_be_targets(leaf)}
-        return {(path, value) for path, value in zeros | negative | missing if has_gaps(leaves[path], value)}
+    def _others_in(self, leaves: Mapping[str, Any]) -> set[Labels]:
+        """What else may have no part: 0 of masks, -1, and targets that are not there."""
+        zeros = {Labels(path, False, 0.0) for path, leaf in leaves.items() if may_be_mask(path, leaf)}
+        negative = {Labels(path, False, -1.0) for path, leaf in leaves.items() if are_integers(leaf)}
+        missing = {Labels(path, False, NOT_FINITE) for path, leaf in leaves.items() if may_be_targets(leaf)}
+        return {labels for labels in zeros | negative | missing if has_gaps(leaves[labels.path], labels.ignored)}
+
+    def watch(self, source: Source, labels: Iterable[Labels]) -> None:
+        """Let the first batch tell of which microbatches have other numbers of some: they may count by these."""
+        self._watched[source].update(islice(labels, _MOST_WATCHED))
 
     def asks_for_none(self, source: Source) -> bool:
         """Whether nobody knows how a microbatch without any of the labels counts that losses are means over."""

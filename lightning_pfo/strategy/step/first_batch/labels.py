@@ -148,6 +148,9 @@ class LabelChoice:
         tells = any(apart for apart, each in zip(distances, candidates, strict=False) if each in likely or others)
         if is_other or (tells and distances[best] == 0):
             rules.weigh_by(of.source, candidates[best], ignored)
+        elif not is_known:
+            as_good = zip(candidates, distances, strict=False)
+            rules.watch(of.source, [labels for labels, apart in as_good if labels and apart == distances[best]])
         if is_news and self._engine.is_speaker:
             _log.log(*_told_of(of.kind, candidates[best], number, is_another=is_known))
         # where the batch itself tells, one with fewer need not be one that there is: of two masks one has changed
