@@ -22,7 +22,7 @@ IGNORED_LABEL = -100
 NOT_FINITE = math.inf
 """Stands for NaN and infinite values among labels that have no part; NaN itself is not equal to NaN."""
 WEIGHTS = ("auto", "samples", "tokens", "sum")
-_MOST_DIMENSIONS = 2  # of targets that are numbers
+_MOST_DIMENSIONS, _MOST_TARGETS = 2, 2**18  # of targets that are numbers: more take a millisecond for each batch
 NAMES = ("['labels']", ".labels")
 ITEMS = "num_items_in_batch"
 """What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
@@ -193,7 +193,8 @@ def may_be_mask(path: str, leaf: Any) -> bool:
 
 def may_be_targets(leaf: Any) -> bool:
     """Whether a leaf of a batch may be numbers that a model learns, some of which may not be there: no image."""
-    return has_values(leaf) and "float" in str(leaf.dtype) and len(leaf.shape) <= _MOST_DIMENSIONS
+    is_like = has_values(leaf) and "float" in str(leaf.dtype) and len(leaf.shape) <= _MOST_DIMENSIONS
+    return is_like and math.prod(leaf.shape) <= _MOST_TARGETS
 
 
 def has_values(leaf: Any) -> bool:
