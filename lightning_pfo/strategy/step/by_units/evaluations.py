@@ -77,14 +77,13 @@ class UnitEvaluations:
             else:
                 self._note(of, refused, _BY_UNITS)
                 return result
+        self._by_each.add(source)
+        self._note(of, refused, _BY_EACH)  # before it takes the memory
         try:
             with whole_parameters([self._owner], self._engine.device, self._engine.group):
-                result = run()
+                return run()
         except ConfigurationError as error:
             raise refused from error
-        self._by_each.add(source)
-        self._note(of, refused, _BY_EACH)
-        return result
 
     def _may_be_run_by_each(self, error: Exception, *, is_first: bool) -> bool:
         """Whether all ranks have failed since they do not have all of the model, or do not know of another error."""
