@@ -127,7 +127,7 @@ class KnownRules:
         others = set[Labels]()
         if self._labels.get(of.source) is None:
             others = (self._others_in(leaves) | self._watched[of.source]) - self._told[of.source]
-        if not others and not have_gaps(leaves.values(), ignored):
+        if not others and not have_gaps((leaf for leaf in leaves.values() if not may_be_targets(leaf)), ignored):
             return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
         found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
