@@ -169,7 +169,7 @@ class StepStrategy(CheckpointStrategy):
             return None
         training_step = module.training_step
         if self.manual is not None:
-            self._provide_optimizers()
+            self._make_optimizers()
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
@@ -179,13 +179,17 @@ class StepStrategy(CheckpointStrategy):
         return step
 
     def _provide_optimizers(self) -> bool:
-        """Make optimizers for a first look at a step that asks for them; they are made anew after the split."""
-        module = self._module()
-        if self.optimizers or module.trainer.state.fn != TrainerFn.FITTING:
+        """Make optimizers for a first look that has failed, perhaps as its step asks for them; tells whether it has."""
+        if self.manual is not None or self._module().trainer.state.fn != TrainerFn.FITTING:
             return False
+        self._make_optimizers()
+        return True
+
+    def _make_optimizers(self) -> None:
+        """Make those that a first look has; they are made anew after the split."""
+        module = self._module()
         with untouched(module, values=False):
             self.setup_optimizers(module.trainer)
-        return True
 
     def _first_evaluation(self) -> Callable[[torch.device], Any] | None:
         """The same of an evaluation that begins with a module that is whole; None also where layers are measured."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import StepEndedError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
+from lightning_pfo.strategy.model.partition import in_bytes
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.noticing.held import HeldTensors
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
@@ -26,10 +27,10 @@ from lightning_pfo.strategy.parallel.dtensor import writes
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters
+from lightning_pfo.strategy.step.effects.tensors import bytes_of
 from lightning_pfo.strategy.step.outcome import Source, StepOnBatch
 
 T = TypeVar("T")
-_MIB = 2**20
 
 
 class UnitEvaluations:
@@ -86,14 +87,16 @@ class UnitEvaluations:
             raise refused from error
 
     def _may_be_run_by_each(self, error: Exception, *, is_first: bool) -> bool:
-        """Whether all ranks have failed since they do not have all of the model, or do not know of another error."""
-        may = is_first and (_is_of_units(error) or isinstance(error, RanksApartError))
-        (will_not,) = meet("a step that has failed", self._engine.host_group(), [not may])
-        return not will_not
+        """Whether ranks have failed since they do not have all of the model; others wait for these in vain."""
+        is_of_units = _is_of_units(error)
+        may = is_first and (is_of_units or isinstance(error, RanksApartError))
+        will_not, would_help = meet("a step that has failed", self._engine.host_group(), [not may, is_of_units])
+        return would_help and not will_not
 
     def _note(self, of: StepOnBatch, refused: ConfigurationError, how: str) -> None:
         if of.source not in self._refused and self._engine.is_speaker:
-            warn_once(how.format(kind=of.kind, why=refused, mib=_bytes_of(self._owner) / _MIB))
+            size = in_bytes(bytes_of(named_tensors(self._owner)))
+            warn_once(how.format(kind=of.kind, why=refused, size=size))
         self._refused[of.source] = ConfigurationError(str(refused))  # its traceback holds what the step had
 
 
@@ -108,13 +111,9 @@ _BY_UNITS = (
 )
 _BY_EACH = (
     "The {kind} step cannot be divided into stages, and uses values or gradients of layers itself; each rank runs it, "
-    "on whole batches, with all parameters and buffers of the model ({mib:,.1f} MiB), which it is sent for each batch. "
+    "on whole batches, with all parameters and buffers of the model ({size}), which it is sent for each batch. "
     "That is slower; the results are those of one device. Why: {why}"
 )
-
-
-def _bytes_of(owner: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in named_tensors(owner).values())
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from lightning_pfo.strategy.model.reach.places import (
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, Tracked, plain_in_place
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
+from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN
@@ -51,7 +51,7 @@ from lightning_pfo.strategy.step.effects.meters import Meters
 from lightning_pfo.strategy.step.effects.outward.streams import Streams
 from lightning_pfo.strategy.step.effects.parcel import Unsent
 from lightning_pfo.strategy.step.effects.rows import Dimensions, Rows, dimensions_of_rows
-from lightning_pfo.strategy.step.effects.tensors import LargeTensors, values_of
+from lightning_pfo.strategy.step.effects.tensors import LargeTensors, bytes_of, values_of
 
 _ABSENT = object()
 _MODULE = "named_modules()"
@@ -114,7 +114,7 @@ class Attributes:
             for path, noted in self._tensors.items()
             if isinstance(noted.array, Tracked) and not self._are_of_ranks(path)
         ]
-        return [value for value in found if _bytes_of(value) <= _DEAR_BYTES]
+        return [value for value in found if bytes_of(value) <= _DEAR_BYTES]
 
     def _are_of_ranks(self, path: Path) -> bool:
         """Whether a tensor is one of several of which each rank has its own, as copies of weights that a hook made."""
@@ -290,10 +290,10 @@ class Attributes:
     def dear(self, changes: Changes) -> Changes:
         """Those that are too large to be sent, with a warning for each attribute, and classes that a step makes."""
         is_set = {path: change for path, change in changes.items() if change[0] != "written"}
-        found = {path: change for path, change in is_set.items() if _bytes_of(change) > _DEAR_BYTES}
+        found = {path: change for path, change in is_set.items() if bytes_of(change) > _DEAR_BYTES}
         for path, value in found.items():
             warn_once(
-                f"A step has left {_bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
+                f"A step has left {bytes_of(value) / 2**20:.0f} MiB in {named(path)}, which only the rank of the last"
                 f" stage has: more than {_DEAR_BYTES / 2**20:.0f} MiB a batch are not sent to the others. Keep less "
                 f"(such as a metric object), or return it from the step."
             )
@@ -449,7 +449,3 @@ def _with_values(changes: Changes) -> Changes:
         except AbsentValueError:  # too dear to be sent from stage to stage
             warn_once(f"A step has left a large value of an earlier stage in {named(path)}, which no rank has.")
     return found
-
-
-def _bytes_of(value: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -13,6 +13,7 @@ import torch
 
 from lightning_pfo.strategy.model.reach.places import Path, named
 from lightning_pfo.strategy.model.reach.untouched import write_array_back, write_back
+from lightning_pfo.strategy.model.tracing.trees import tree_leaves
 from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -27,6 +28,11 @@ _LARGEST_BYTES = 16 * 2**20
 def values_of(array: Any) -> Any:
     """A copy of the values of a tensor or an array."""
     return array.copy() if isinstance(array, np.ndarray) else array.detach().clone()
+
+
+def bytes_of(value: Any) -> int:
+    """How much memory the tensors in a structure take."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 class TensorBefore:

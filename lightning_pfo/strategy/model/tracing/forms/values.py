@@ -6,11 +6,10 @@ are known on all ranks.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -117,7 +116,7 @@ def rising(tensor: torch.Tensor) -> torch.Tensor:
         return fill_rising(tensor.clone()) if is_zero else tensor
 
 
-@functools.cache
+@cache
 def mode_without_values() -> FakeTensorMode:
     """One for all: making one takes as long as running a small layer."""
     return FakeTensorMode(allow_non_fake_inputs=True)
