@@ -29,6 +29,7 @@ from lightning_pfo.strategy.step.first_batch.differences.numbers import (
 )
 from lightning_pfo.strategy.step.first_batch.differences.numbers import describe as describe_numbers
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair, how_other, losses_of
+from lightning_pfo.strategy.step.first_batch.differences.unexplained import Unexplained
 from lightning_pfo.strategy.step.first_batch.labels import LabelChoice
 from lightning_pfo.strategy.step.first_batch.news import MOST_NEWS, News
 from lightning_pfo.strategy.step.first_batch.rehearsal import EXTRA_DRAWS, Rehearsal
@@ -297,7 +298,7 @@ class Comparison:
         weighed_by = self._runner.rules.labels(first.source)
         if whole is None:
             check = self._numbers.setdefault(first.source, NumberCheck(self._runner.rules.of(first.source)))
-            how_far = how_other if is_training else partial(_how_many_unexplained, check)
+            how_far = how_other if is_training else partial(_how_many_unexplained, Unexplained(check))
             is_again = self._runner.has_replicas if self._has_run else is_late and self._number_trained in _AGAIN
             number = self._number_trained if is_training and is_again else 0
             others = self._labels.choose(first, parts, pairs, how_far, number)
@@ -418,5 +419,5 @@ def _tried(function: Callable[[], T]) -> T | None:
         return None
 
 
-def _how_many_unexplained(check: NumberCheck, pairs: Sequence[Pair], tolerances: Sequence[float]) -> int:
-    return sum(_tried(partial(check.number_unexplained, pairs, each)) or 0 for each in tolerances)
+def _how_many_unexplained(unexplained: Unexplained, pairs: Sequence[Pair], tolerances: Sequence[float]) -> int:
+    return sum(_tried(partial(unexplained.number, pairs, each)) or 0 for each in tolerances)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -48,6 +48,7 @@ class _Tried:
         pairs: What has come of them, on the last rank.
         weights: By each candidate, there.
         distances: How far from one device what each gives is; none if nobody knows.
+        known: What is known of that by weights, which several candidates may give.
     """
 
     of: StepOnBatch
@@ -55,6 +56,7 @@ class _Tried:
     pairs: Sequence[Pair]
     weights: Sequence[tuple[float, ...]] = ()
     distances: Sequence[float] = ()
+    known: dict[tuple[float, ...], float] = field(default_factory=dict)
 
     @property
     def explains_nothing(self) -> bool:
@@ -166,7 +168,7 @@ class LabelChoice:
         (finer, *_) = self._rehearsal.tell(self._rehearsal.finer_tolerances())
         if len(best) < 2 or not finer:
             return next(iter(best), 0)
-        of_each = [self._distances(each, best, _by(how_far, finer)) for each in tried]
+        of_each = [self._distances(replace(each, known={}), best, _by(how_far, finer)) for each in tried]
         nearness = [sum(each) for each in zip(*filter(None, of_each), strict=True)]
         return min(zip(nearness, best, strict=False), default=(0, best[0]))[1]
 
@@ -218,8 +220,11 @@ class LabelChoice:
         """How far from one device what some candidates give is; none if nobody knows."""
 
         def by(candidate: int) -> float:
-            tried.weigh(candidate)
-            return distance(tried.pairs)
+            weights = tried.weights[candidate]
+            if weights not in tried.known:
+                tried.weigh(candidate)
+                tried.known[weights] = distance(tried.pairs)
+            return tried.known[weights]
 
         return self._of_all([by(candidate) for candidate in candidates] if tried.pairs else [])
 

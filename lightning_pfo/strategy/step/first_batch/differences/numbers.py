@@ -8,7 +8,8 @@ has, that rule holds from there on; where none does, the number is named.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -119,24 +120,31 @@ class NumberCheck:
         rounds = tolerance > _LEAST_TOLERANCE
         return differing_texts(situation, self.rules, tolerance, rounds=rounds, told=self._told_texts)
 
-    def number_unexplained(self, situation: Situation, tolerance: float) -> int:
-        """How many numbers differ that no rule would explain; nothing is learnt of it."""
-        if not self.differing(situation, tolerance):
-            return 0
+    @contextmanager
+    def trial(self) -> Iterator[NumberCheck]:
+        """A check that knows what this one does, of which nothing is kept that it learns while the context is open."""
         trial = replace(self, open=dict(self.open), unfit=set(self.unfit), untold=set(self.untold))
         trial._told, trial._seen = set(self._told), set(self._seen)
         before = self.rules.set({}, 0)
         try:
-            return len(trial.find_rules([situation], tolerance))
+            yield trial
         finally:
             self.rules.put_back(before)
 
-    def find_rules(self, situations: Sequence[Situation], tolerance: float) -> dict[str, str]:
+    def take(self, rules: Mapping[str, str]) -> None:
+        """Put numbers together by these rules, called as `find_rules` calls them."""
+        for place, name in rules.items():
+            self._set(place, name)
+
+    def find_rules(
+        self, situations: Sequence[Situation], tolerance: float, names: Iterable[str] = tuple(_CANDIDATES)
+    ) -> dict[str, str]:
         """Find rules for numbers that differ.
 
         Args:
             situations: Batches that were run, from different states of the module.
             tolerance: The relative difference that rounding explains.
+            names: The rules that are tried.
 
         Returns:
             The numbers that no rule explains, and how they differ; each is told once.
@@ -151,7 +159,7 @@ class NumberCheck:
         asked = dict.fromkeys((*wrong, *self.open))
         fitting: dict[str, list[str]] = {place: [] for place in asked}
         nearly: dict[str, str] = {}
-        for name in _CANDIDATES if asked else ():
+        for name in names if asked else ():
             before = self.rules.set({}, 0)
             for place in asked:
                 self._set(place, name)
