@@ -27,6 +27,7 @@ from lightning_pfo.strategy.parallel.groups import Shared, spread
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
+from lightning_pfo.strategy.step.batches.short import ShortBatches
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end
 from lightning_pfo.strategy.step.by_units.evaluations import UnitEvaluations
@@ -127,6 +128,7 @@ class StepRunner:
         self._divided = divided
         self._fresh = FreshBatches()
         self._rows = RowsLeft()
+        self._short = ShortBatches(batching)
         self._is_first_batch = True
         self._by_units = UnitEvaluations(engine, owner)
 
@@ -176,7 +178,7 @@ class StepRunner:
         engine = self.engine
         self._when_training()
         engine.set_num_microbatches(num_microbatches)
-        microbatches = self._split(batch, num_microbatches)
+        microbatches = self._split("train", batch, num_microbatches)
         if len(microbatches) == num_microbatches:
             engine.microbatch = engine.microbatch or shapes_of(microbatches[0])
         step = self._fresh.given_to("train", step, tells=tells)
@@ -222,9 +224,9 @@ class StepRunner:
         loss = loss.reshape(outcome["shape"]) if outcome["shape"] else loss
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
 
-    def _split(self, batch: Any, num_microbatches: int) -> Microbatches:
+    def _split(self, kind: str, batch: Any, num_microbatches: int) -> Microbatches:
         """A batch's microbatches; where replicas gather layers for each, all have as many as the one with fewest."""
-        microbatches = self.batching.split(batch, num_microbatches)
+        microbatches = self._short.split(kind, batch, num_microbatches)
         while self._divided and self._means is not None:
             number = len(microbatches)
             most, fewest = spread(torch.tensor([number, -number]), torch.maximum, self._means.hosts).tolist()
@@ -281,7 +283,9 @@ class StepRunner:
         """
         given = batch
         with without_inference_mode((batch, rest)) as (batch, rest):
-            microbatches = self._split(batch, num_microbatches if self._first_looks.divides((kind, loader)) else 1)
+            microbatches = self._split(
+                kind, batch, num_microbatches if self._first_looks.divides((kind, loader)) else 1
+            )
             of = StepOnBatch(
                 kind,
                 self._fresh.given_to(kind, step, tells=tells),
@@ -303,7 +307,7 @@ class StepRunner:
             try:
                 self._first_looks.look(of)
                 if not self._first_looks.divides(of.source):
-                    of = replace(of, parts=self._split(of.batch, 1))
+                    of = replace(of, parts=self._split(of.kind, of.batch, 1))
                 return self._run_again(of, lambda: self._run(of, outputs=outputs))[0]
             except AddedMetricError:
                 raise
