@@ -102,6 +102,26 @@ def balanced(output, target):
     return mean(output[:, :4], target) + 0.005 * 2 * (chosen * shares.mean(0)).sum()
 
 
+class CalledTwice(nn.Module):
+    """Two views of each sample go through the layers, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x):
+        return self.layers(x), self.layers(x.flip(1))
+
+
+def of_both(outputs, target):
+    return mean(outputs[0], target) + mean(outputs[1], target)
+
+
+def by_themselves(outputs, target):
+    """As large on every batch; its gradients are not."""
+    return sum(each / each.detach() for each in (mean(output, target) for output in outputs))
+
+
 class OtherInEval(nn.Module):
     """As models that return predictions in eval mode, and in training what the loss needs."""
 
@@ -145,6 +165,8 @@ CASES = {
     "mean": (layers, mean, {}),
     "dropout, batch norm": (lambda: layers(nn.Dropout(0.4), nn.BatchNorm1d(8)), mean, {}),
     "noise": (layers, noisy, {}),
+    "called twice": (CalledTwice, of_both, {}),
+    "called twice, by themselves": (CalledTwice, by_themselves, {}),
     "one sample each": (layers, mean, {"num_microbatches": 8}),
     "sum": (layers, sum_, {}),
     "sum of noise": (layers, noisy_sum, {}),

@@ -91,10 +91,10 @@ class PlainModule(WithMetrics, L.LightningModule):
             self.history["val"].append(float(self.trainer.callback_metrics["val_loss"]))
 
 
-def make_loaders(num_samples=104, batch_size=16, seed=1):
+def make_loaders(num_samples=104, batch_size=16, seed=1, drop_last=True):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_samples, 6, generator=generator)
     y = (x[:, :3].sum(1) > 0).long() + (x[:, 3] > 1).long()
-    train = DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True, drop_last=True)
+    train = DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=True, drop_last=drop_last)
     val = DataLoader(TensorDataset(x[:37], y[:37]), batch_size=batch_size)
     return train, val

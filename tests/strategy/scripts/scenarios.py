@@ -102,6 +102,15 @@ def events():
     results["global_step"] = trainer.global_step
 
 
+def short_batches():
+    """Two epochs of 12, 12 and then few samples, for four microbatches."""
+    for samples in (3, 7, 9):
+        recorder = Recorder()
+        trainer = fit(PlainModule(), loader(24 + samples, 12), max_steps=-1, max_epochs=2, callbacks=[recorder])
+        heard = [line for line in recorder.seen if line.startswith(("iteration", "begin"))]
+        results[f"short_{samples}"] = {"steps": trainer.global_step, "heard": heard}
+
+
 class KeepsBatches(PlainModule):
     """Draws random numbers everywhere a user might."""
 
@@ -361,6 +370,7 @@ def refusals():
 
 def main(output):
     events()
+    short_batches()
     randomness()
     workers()
     batch_norm()

@@ -24,6 +24,7 @@ def ranks(tmp_path_factory):
     [
         "mean",
         "noise",
+        "called twice",
         "one sample each",
         "sum, unchecked",
         "whole batch",
@@ -38,6 +39,11 @@ def test_nothing_is_said_of_what_suits_microbatches(ranks, case):
         assert found[case]["said"] == []
         assert "error" not in found[case]
         assert len(found[case]["losses"]) == 2
+
+
+def test_gradients_of_a_model_that_is_called_twice_are_compared(ranks):
+    (said,) = ranks[0]["called twice, by themselves"]["said"]
+    assert "its gradients are not the mean of theirs" in said
 
 
 def test_batch_norms_are_told_of_once_by_the_first_rank(ranks):

@@ -68,6 +68,17 @@ def test_events_come_in_the_order_of_the_schedule(ranks):
         assert seen["schedule"] == ranks[0]["schedule"]
 
 
+@pytest.mark.parametrize(("samples", "iterations"), [(3, 4), (7, 4), (9, 6)])
+def test_listeners_hear_of_no_batch_that_has_fewer_microbatches(ranks, samples, iterations):
+    for rank, seen in enumerate(ranks):
+        assert seen[f"short_{samples}"]["steps"] == 6
+        expected = []
+        for iteration in range(iterations):
+            begun = [f"begin {instruction} {iteration}" for instruction in seen["schedule"][rank]]
+            expected += [f"iteration {iteration}", *begun, f"iteration {iteration} over"]
+        assert seen[f"short_{samples}"]["heard"] == expected
+
+
 def test_nobody_is_given_an_example_to_call_the_split_module_with(ranks):
     for seen in ranks:
         during, after = seen["examples"]

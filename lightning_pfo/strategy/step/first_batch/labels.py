@@ -220,9 +220,9 @@ class LabelChoice:
         """How far from one device what some candidates give is; none if nobody knows."""
 
         def by(candidate: int) -> float:
+            tried.weigh(candidate)
             weights = tried.weights[candidate]
             if weights not in tried.known:
-                tried.weigh(candidate)
                 tried.known[weights] = distance(tried.pairs)
             return tried.known[weights]
 

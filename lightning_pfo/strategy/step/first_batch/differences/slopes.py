@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.gradients import way_of
 from lightning_pfo.strategy.step.whole.joining import Join
@@ -56,13 +57,22 @@ def _cut_off(module: nn.Module, args: Any, output: Any) -> Any:
     """Cut what a module with parameters returns from what made it."""
     if torch.compiler.is_compiling() or not any(True for _ in module.parameters(recurse=False)):
         return None
-    return tree_map_only(torch.Tensor, _cut, output)
+    with following(None):
+        return tree_map_only(torch.Tensor, _cut, output)
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    if not (tensor.is_floating_point() and tensor.dim() and tensor.requires_grad):  # a loss is no layer's result
+    is_tracked = isinstance(tensor, Tracked)  # where the step calls another layer after it
+    if is_tracked and tensor.is_absent:
         return tensor
-    return tensor.detach().requires_grad_().clone()  # which may be changed in place
+    value = value_of(tensor)
+    if not (value.is_floating_point() and value.dim() and value.requires_grad):  # a loss is no layer's result
+        return tensor
+    cut = value.detach().requires_grad_().clone()  # which may be changed in place
+    if not is_tracked:
+        return cut
+    tensor.held = cut
+    return tensor
 
 
 def _leaves_of(node: Any) -> list[torch.Tensor]:
