@@ -83,10 +83,10 @@ def _leaves_of(node: Any) -> list[torch.Tensor]:
         current = waiting.pop()
         if (leaf := getattr(current, "variable", None)) is not None:
             leaves.setdefault(id(leaf), leaf)
-        for following, _ in current.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+        for later, _ in current.next_functions:
+            if later is not None and later not in seen:
+                seen.add(later)
+                waiting.append(later)
     return [*leaves.values()]
 
 
