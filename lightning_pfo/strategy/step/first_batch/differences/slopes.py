@@ -62,16 +62,15 @@ def _cut_off(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
-    is_tracked = isinstance(tensor, Tracked)  # where the step calls another layer after it
-    if is_tracked and tensor.is_absent:
+    if isinstance(tensor, Tracked) and tensor.is_absent:
         return tensor
     value = value_of(tensor)
     if not (value.is_floating_point() and value.dim() and value.requires_grad):  # a loss is no layer's result
         return tensor
     cut = value.detach().requires_grad_().clone()  # which may be changed in place
-    if not is_tracked:
+    if not isinstance(tensor, Tracked):
         return cut
-    tensor.held = cut
+    tensor.held = cut  # the step calls another layer after it, and is followed until then
     return tensor
 
 
