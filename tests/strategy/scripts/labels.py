@@ -200,6 +200,22 @@ class Detected(Named):
         return of_all / (labels > 0).sum().clamp(min=1)
 
 
+class Boxed(Named):
+    """Has as many boxes as there are in each image, and divides a sum over all by how many these are."""
+
+    def loss(self, x, boxes):
+        found = [of_one[: len(boxes_of_one)] for of_one, boxes_of_one in zip(self.layers(x), boxes, strict=True)]
+        return (torch.cat(found) - torch.cat(boxes)).abs().sum() / max(sum(map(len, boxes)), 1)
+
+    def parts_of(self, batch):
+        return torch.stack(batch[0]), [target["boxes"] for target in batch[1]]
+
+
+def as_lists(samples):
+    """As torchvision's detectors are given images and what is in each."""
+    return [x for x, _ in samples], [target for _, target in samples]
+
+
 class Unlabelled(Named):
     """Has samples without labels, which it leaves out by hand."""
 
@@ -257,6 +273,10 @@ def samples(numbers_of_gaps, make):
         named |= {"chosen": torch.tensor(not gaps)} if make is Chosen else {}
         named |= {"length": torch.tensor(LENGTH - gaps)} if make is Measured else {}
         beside = torch.where(torch.rand(LENGTH, generator=generator) < 0.5, labels, -100)
+        if make is Boxed:
+            found = torch.randn(LENGTH - gaps, CLASSES, generator=generator)
+            yield x, {"boxes": found, "name": f"with {len(found)} boxes"}
+            continue
         yield (labels, x, beside) if make is PaddedBeside else (labels, x) if issubclass(make, Shifted) else named
 
 
@@ -301,6 +321,9 @@ CASES = {
     "detected": (Detected, [0, 1, 6, 6, 3, 4, 2, 6, *RAGGED]),
     "detected, none later": (Detected, [min(gaps, 4) for gaps in RAGGED] + [0, 1, 6, 6, 3, 4, 2, 6] * 2 + [LENGTH] * 8),
     "detected, one in each at first": (Detected, [LENGTH - 1] * BATCH + [min(gaps, LENGTH - 1) for gaps in RAGGED]),
+    "boxed": (Boxed, RAGGED),
+    "boxed, alike at first": (Boxed, [2] * BATCH + RAGGED),
+    "boxed, none later": (Boxed, [min(gaps, 4) for gaps in RAGGED] + [6, 6, 6, 6, 3, 4, 2, 6] * 2),
     "missing": (Missing, [min(gaps, 5) for gaps in RAGGED]),
     "missing later": (Missing, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
     "unlabelled later": (Unlabelled, [0] * BATCH * 2 + [min(gaps, 5) for gaps in RAGGED]),
@@ -332,7 +355,7 @@ def trained(name, rank, num_ranks):
     data = list(samples(gaps, make))
     # in order, where Lightning's shuffles
     in_order = DistributedSampler(data, replicas, rank * replicas // num_ranks, shuffle=False)
-    loader = DataLoader(data, batch_size=BATCH, sampler=in_order)
+    loader = DataLoader(data, batch_size=BATCH, sampler=in_order, collate_fn=as_lists if make is Boxed else None)
     devices = {"devices": 1}
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}

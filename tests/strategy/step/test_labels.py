@@ -34,6 +34,7 @@ WITHOUT_GAPS = {
     "segments": "labels, weighted by class (batch['labels'])",
     "missing": "labels that are finite (batch['labels'])",
     "by class": "labels, weighted by class (batch['labels'])",
+    "boxed": "rows (batch[1][*]['boxes'])",
 }
 
 
@@ -62,6 +63,8 @@ LATER = [
     "missing later",
     "unlabelled later",
     "chosen, half of each at first",
+    "boxed, alike at first",
+    "boxed, none later",
 ]
 """Batches tell later."""
 

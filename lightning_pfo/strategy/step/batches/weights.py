@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ NOT_FINITE = math.inf
 """Stands for NaN and infinite values among labels that have no part; NaN itself is not equal to NaN."""
 WEIGHTS = ("auto", "samples", "tokens", "sum")
 _MOST_DIMENSIONS, _MOST_TARGETS = 2, 2**18  # of targets that are numbers
+_ITEM = re.compile(r"(.*)\[\d+\](.*)")
 NAMES = ("['labels']", ".labels")
 ITEMS = "num_items_in_batch"
 """What transformers calls the number by which a sum over items is divided, counted over all accumulated batches."""
@@ -109,6 +111,8 @@ class Labels(NamedTuple):
         ignored: Which have no part: -100, what sequences are padded with, 0 in a mask, or `NOT_FINITE`.
         class_weights: How much each class counts; none: all alike.
         are_weights: Whether these are no labels, but say themselves how much a sample counts: weights, lengths.
+        are_rows: Whether it is the rows that count of tensors of which each sample has its own, such as boxes; `path`
+            is that of all, see `of_all_items`.
         at_least: What the loss is divided by where there are fewer: `loss.sum() / max(number, 1)`; 0: no such number.
     """
 
@@ -117,18 +121,22 @@ class Labels(NamedTuple):
     ignored: float = IGNORED_LABEL
     class_weights: tuple[float, ...] = ()
     are_weights: bool = False
+    are_rows: bool = False
     at_least: float = 0.0
 
     def __str__(self) -> str:
         """What counts, and where it is."""
         which = "labels that are finite" if self.ignored == NOT_FINITE else f"labels that are not {self.ignored:g}"
         which = "labels, weighted by class" if self.class_weights else which
-        which = "weights or lengths" if self.are_weights else which
+        which = "weights or lengths" if self.are_weights else "rows" if self.are_rows else which
         where = f"{self.path}{', without the first of each sequence' if self.are_shifted else ''}"
         return f"{which} ({where}){f', at least {self.at_least:g}' if self.at_least else ''}"
 
     def counts(self, parts: Sequence[Any]) -> tuple[float, ...] | None:
         """How many there are in each microbatch; None where one has none at this place."""
+        if self.are_rows:
+            rows = [rows_of_items(part).get(self.path) for part in parts]
+            return None if None in rows else tuple(float(sum(each)) for each in rows if each is not None)
         found = [dict(leaves_of(part)).get(self.path) for part in parts]
         if not all(map(are_integers if self.class_weights else has_values, found)):
             return None
@@ -137,7 +145,7 @@ class Labels(NamedTuple):
 
     def at_least_one(self) -> Labels:
         """The same, where a loss is divided by no less than one."""
-        return Labels(self.path, self.are_shifted, self.ignored, self.class_weights, self.are_weights, 1.0)
+        return self._replace(at_least=1.0)
 
     def shares(self, counts: Sequence[float], sizes: Sequence[int]) -> tuple[float, ...]:
         """How much microbatches with so many, and of these sizes, count in the loss of their batch; see `shares_of`."""
@@ -157,6 +165,21 @@ class Labels(NamedTuple):
         weights = torch.tensor(self.class_weights, dtype=torch.float64, device=label.device)
         are_counted &= (counted >= 0) & (counted < len(weights))
         return weights[counted[are_counted].long()].sum()
+
+
+def of_all_items(path: str) -> str | None:
+    """The path of all items of a list for that of one: `batch[1][*]['boxes']` for `batch[1][0]['boxes']`."""
+    found = _ITEM.match(path)
+    return None if found is None else f"{found[1]}[*]{found[2]}"
+
+
+def rows_of_items(batch: Any) -> dict[str, list[int]]:
+    """How many rows the tensors have of which there are several in a list, by the path of all; see `of_all_items`."""
+    found: dict[str, list[int]] = {}
+    for path, leaf in leaves_of(batch):
+        if isinstance(leaf, (torch.Tensor, np.ndarray)) and len(leaf.shape) and (of_all := of_all_items(path)):
+            found.setdefault(of_all, []).append(len(leaf))
+    return found
 
 
 def label_leaves(batch: Any, *, waits: bool) -> dict[str, Any]:

@@ -22,11 +22,13 @@ from lightning_pfo.strategy.step.batches.weights import (
     has_gaps,
     has_values,
     may_be_targets,
+    rows_of_items,
 )
 
 _MOST_LEAVES = 32  # of a batch that are looked at
 _MOST_CLASSES = 2**12  # that weights are looked for of
 _MOST_BITS = 6
+_MOST_ROWS = 8
 _MOST_DIMENSIONS = 2  # of weights that are no mask
 
 
@@ -47,7 +49,8 @@ def labels_with_gaps(parts: Sequence[Any], ignored: Collection[int], *, are_shif
 def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = ()) -> list[Labels]:
     """What else a loss may be a mean over, the likelier first.
 
-    What is no padding or not masked; classes that have weights; and what has weights or lengths itself. Padding is what
+    What is no padding or not masked; classes that have weights; what has weights or lengths itself; and rows of tensors
+    of which each sample has its own, as boxes. Padding is what
     rows end with most often, or the least or the largest value (0, -1, 255 where segments have none).
 
     Args:
@@ -75,7 +78,8 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
             labels += [Labels(path, shift, *way) for way in ways for shift in may_be_shifted]
         if _may_be_weights(leaf):
             weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
-    return labels + weights
+    rows = [Labels(path, False, are_rows=True) for path in rows_of_items(batch)]
+    return labels + weights + rows[:_MOST_ROWS]
 
 
 def with_least(found: Iterable[Labels], parts: Sequence[Any]) -> list[Labels]:

@@ -202,3 +202,21 @@ def test_a_loss_beside_the_model_may_have_weights_of_classes():
     found = labels_without_gaps({"y": torch.tensor([0, 255, 4, 255])}, Loop())
     assert Labels("batch['y']", False, 255, tuple(BY_CLASS.tolist())) in found
     assert not any(labels.class_weights for labels in labels_without_gaps({"y": torch.tensor([0, 255, 7])}, Loop()))
+
+
+@pytest.mark.parametrize("form", ["tensors", "dicts", "arrays"])
+def test_rows_of_what_each_sample_has_are_counted(form):
+    found = [torch.zeros(number, 4) for number in (3, 0, 2, 5)]
+    items = {
+        "tensors": found,
+        "arrays": [each.numpy() for each in found],
+        "dicts": [{"image": f"{len(each)}.png", "boxes": each, "area": torch.tensor(1.0)} for each in found],
+    }[form]
+    path = "batch[1][*]" + "['boxes']" * (form == "dicts")
+    batch = torch.zeros(4, 3), items
+    rows = Labels(path, False, are_rows=True)
+    assert rows in labels_without_gaps(batch, nn.Linear(1, 1))
+    parts = split_batch(batch, 2).parts
+    assert rows.counts(parts) == (3, 7)
+    assert rows.counts([*parts, (torch.zeros(1, 3), [])]) is None
+    assert rows.at_least_one().shares((0.0, 7.0), (2, 2)) == (1 / 7, 1)
