@@ -167,7 +167,13 @@ MAY_KNOW = {
         ),
     },
     "strategy.step.first_batch.differences": {
-        *("strategy.parallel", "strategy.step.batches", "strategy.step.effects", "strategy.step.gradients"),
+        *(
+            "strategy.model.tracing",
+            "strategy.parallel",
+            "strategy.step.batches",
+            "strategy.step.effects",
+            "strategy.step.gradients",
+        ),
         *("strategy.step.metrics", "strategy.step.outcome", "strategy.step.whole"),
     },
     "strategy.engine": {"core", "strategy.model", "strategy.parallel"},

@@ -26,8 +26,7 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared, spread
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
-from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching
-from lightning_pfo.strategy.step.batches.short import ShortBatches
+from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching, ShortBatches
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end
 from lightning_pfo.strategy.step.by_units.evaluations import UnitEvaluations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,3 +153,29 @@ class Batching:
 
 
 DEFAULT_BATCHING = Batching()
+
+
+class ShortBatches:
+    """Divides batches; one of fewer samples than others into microbatches of two or more, where others have as many.
+
+    Batch norms of single values, and losses that compare samples, cannot do with one.
+
+    Args:
+        batching: How batches are divided.
+    """
+
+    def __init__(self, batching: Batching) -> None:
+        self._batching = batching
+        self._largest: defaultdict[str, int] = defaultdict(int)
+
+    def split(self, kind: str, batch: Any, num_microbatches: int) -> Microbatches:
+        """Divide a batch of a kind of step into microbatches; a short one into fewer than so many."""
+        found = self._batching.split(batch, num_microbatches)
+        self._largest[kind] = largest = max(found.size, self._largest[kind])
+        is_short = found.size < largest and largest >= _LEAST * num_microbatches
+        if len(found) == 1 or not is_short or min(found.sizes) >= _LEAST or self._batching.split_batch is not None:
+            return found
+        return self._batching.split(batch, max(1, found.size // _LEAST))
+
+
+_LEAST = 2
