@@ -230,13 +230,15 @@ class LogRecorder:
             return cast(torch.Tensor, getattr(_stack(found), name)())
         if rule == "samples" and self.sizes:
             return self._mean(values, [float(self.sizes[index]) for index, _ in values])
-        return self._mean(values, self._stands_for(key, values), is_loss=rule == "weighed")
+        return self._mean(values, self._stands_for(key, values, rules), is_loss=rule == "weighed")
 
-    def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]]) -> list[float] | None:
+    def _stands_for(self, key: tuple[str, int], values: list[tuple[int, Any]], rules: Rules) -> list[float] | None:
         """How much each value counts, where `batch_size` says of how many others than samples it is the mean."""
         said = self.batch_sizes.get(key, {})
-        if len(said) != len(values) or len(set(said.values())) == 1:  # of most nothing is said, or that of all
+        if len(said) != len(values):  # of most nothing is said
             return None
+        if len(set(said.values())) == 1 and rules.of(place_of_size(*key), next(iter(said.values()))) != "sum":
+            return None  # it is that of all, or of each batch
         sizes = [self.sizes[index] if self.sizes else 1 for index, _ in values]
         numbers_said = [said[index] for index, _ in values]
         return [float(number) for number in numbers_said] if numbers_said != sizes else None

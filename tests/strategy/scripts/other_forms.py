@@ -136,6 +136,9 @@ class SaysSizes(Model):
             "large": int((batch[0] > 0).sum()),
         }.items():
             self.log(name, loss, batch_size=size)
+        for kind in batch[1].unique().tolist():
+            of_kind = batch[1] == kind
+            self.log(f"kind {kind}", self.loss([each[of_kind] for each in batch]), batch_size=int(of_kind.sum()))
         self.largest.update(torch.tensor(float(batch_idx)))
         self.log("largest", self.largest, batch_size=10)
 
@@ -200,7 +203,7 @@ def run(where):
     found["trains"] = module.seen
     trainer = trainer_of(where)
     trainer.fit(SaysSizes(), loader(37), loader(25, 10))
-    found["batch sizes"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    found["batch sizes"] = {name: value.item() for name, value in sorted(trainer.callback_metrics.items())}
     trainer = trainer_of(where, logger := Notes())
     trainer.fit(Says(), loader(37))
     found["says"] = logger.said if trainer.global_rank == 0 else [["nothing", 0]]

@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.step.batches.rules import Rules
-from lightning_pfo.strategy.step.effects.left import place_of_log
+from lightning_pfo.strategy.step.effects.left import place_of_log, place_of_size
 from lightning_pfo.strategy.step.recording import LogRecorder
 
 
@@ -92,6 +92,17 @@ def test_a_value_counts_as_much_as_its_batch_size_says(said, rule, expected):
         recorder.log("value", float("nan") if size == 0 else 1.0 + 2 * recorder.index, batch_size=size)
     (logged,) = recorder.logged(rules)
     assert float(logged.value) == expected
+
+
+@pytest.mark.parametrize(("rule", "expected"), [(None, 7 / 3), ("first", 7 / 3), ("sum", 2.0)])
+def test_a_batch_size_that_is_counted_counts_also_where_all_have_as_many(rule, expected):
+    recorder, rules = LogRecorder(nn.Module(), (0.5, 0.25, 0.25), (2, 1, 1)), Rules()
+    if rule is not None:
+        rules.set({place_of_size("value", 0): rule}, 0)
+    for recorder.index in (0, 2):  # in the other there is none of what it is the mean
+        recorder.log("value", 3.0 - recorder.index, batch_size=1)
+    (logged,) = recorder.logged(rules)
+    assert float(logged.value) == pytest.approx(expected)
 
 
 def test_weights_hold_where_the_batch_size_is_that_of_samples():
