@@ -76,6 +76,7 @@ def _with_units(split: Split, units: Units, renewed: dict[Unit, Unit]) -> Split:
     calls = LayerCalls(
         tuple(renewed[unit] for unit in split.calls.layers),
         tuple(tuple(renewed[unit] for unit in others if unit in renewed) for others in split.calls.others),
+        split.calls.undivided,
     )
     owners = {renewed[unit]: stages for unit, stages in split.owners.items() if unit in renewed}
     return Split(

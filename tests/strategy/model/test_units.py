@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -194,11 +196,13 @@ def test_how_a_module_was_split_is_found_where_its_layers_are_found_as_others():
     root = Holder(model=nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(3))))
     parts = find_units(root, opened=frozenset({"model.0", "model.1", "model.2"}))
     assert parts.layers[0].name == "model.0.0"
-    split = split_units(root, parts, layer_calls(parts, None), (0, 1, 3))
+    calls = replace(layer_calls(parts, None), undivided=frozenset({2}))
+    split = split_units(root, parts, calls, (0, 1, 3))
     remember_split(root, split, [0])
     found = earlier_split(root, find_units(root))
     assert found is not None
     assert found.boundaries == (0, 1, 3)
+    assert found.calls.undivided == {2}  # so that the same partition gives the same stages
     assert [unit.name for unit in found.calls.layers] == [unit.name for unit in parts.layers]
     assert earlier_split(root.model[1], find_units(root.model[1])) is None
     taken = Holder(model=nn.Sequential(*root.model[:2], nn.Linear(2, 2)))  # not all that was divided
