@@ -307,6 +307,14 @@ class Pairs(Base):
         return (y[::2][: len(y) // 2] - y[1::2]).square().mean()
 
 
+class OddOtherwise(Base):
+    """Has another loss of an odd number of samples."""
+
+    def training_step(self, batch, batch_idx):
+        y = self.layers(batch)
+        return y.abs().mean() if len(batch) % 2 else y.square().mean()
+
+
 class Curriculum(Base):
     """Trains by another mean from the second epoch on, and evaluates by what is no mean then."""
 
@@ -375,6 +383,19 @@ class Stateful(Base):
                 now.append({"both": tuple(part.detach() for part in state)})
         self.states = now if self.use == "cells" else [each["both"] for each in now]
         return x.square().mean()
+
+
+class GoesOn(Stateful):
+    """Evaluates with states of the batch before, where that had as many samples."""
+
+    def validation_step(self, batch, batch_idx):
+        x, states = batch, self.states or [None] * 4
+        states = [None if state is None or len(state) != len(batch) else state for state in states]
+        self.states = []
+        for layer, state in zip(self.layers, states, strict=True):
+            x = layer(x, state)
+            self.states.append(x)
+        self.log("loss", x.square().mean())
 
 
 class Remembers(Base):
@@ -490,6 +511,11 @@ def loader():
     return DataLoader(X, batch_size=4)
 
 
+def pairs():
+    """The last batch is short, but of pairs."""
+    return DataLoader(X.repeat(9, 1)[: 4 * 8 + 6], batch_size=8)
+
+
 def train(module, devices, epochs=1):
     trainer = make_trainer(devices, epochs)
     validated = loader() if isinstance(module, Tied) and module.use == "evaluation" else None
@@ -512,6 +538,8 @@ def equal_to_one_device(devices):
     found["predicted"] = torch.cat(trainer.predict(module, loader())).flatten().tolist()
     results = make_trainer(devices).validate(CallsLess(), [loader(), loader()], verbose=False)
     found["validated"] = [value for result in results for value in result.values()]
+    (result,) = make_trainer(devices).validate(GoesOn(), loader(), verbose=False)
+    found["goes on"] = [*result.values()]
     for use in ("log", "number", "loss"):
         found[use] = train(UsesWeights(use, early=True), devices)
     for use in ("log", "number", "return", "keep", "loss"):
@@ -525,6 +553,8 @@ def equal_to_one_device(devices):
         found[use] = train(Stateful(use), devices)
         found[f"{use}, prepared"] = train(Stateful(use, early=True), devices, epochs=2)
     found["memory"] = train(Remembers(), devices, epochs=2)
+    make_trainer(devices).fit(module := Pairs(), pairs())
+    found["pairs"] = module.found
     found["rows of one"] = train(Recurrent(), devices)
     found["small at first"] = train(LooksBack(), devices)
     module, trainer = Curriculum(), make_trainer(devices, epochs=2)
@@ -546,8 +576,8 @@ def main():
     # which is told of
     make_trainer(4).validate(EvaluatesOtherwise(), DataLoader(X.repeat(7, 1), batch_size=4), verbose=False)
     train(Recurrent("flat"), 4)  # which is told of
-    # its last batch has microbatches of 2 and of 1; which is told of
-    make_trainer(4).fit(Pairs(), DataLoader(X.repeat(9, 1)[: 4 * 8 + 6], batch_size=8))
+    # its last batch has microbatches of 3 and of 2; which is told of
+    make_trainer(4).fit(OddOtherwise(), DataLoader(X.repeat(9, 1)[: 4 * 8 + 7], batch_size=8))
     refused["grows"] = refusal(Grows("grows"), 4, epochs=2)
     refused["hook, order"] = refusal(SetInHook("order"), 4)
     refused["scripted"] = refusal(Scripted(), 4)

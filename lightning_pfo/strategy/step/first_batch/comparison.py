@@ -119,7 +119,7 @@ class Comparison:
         is_late = not self._tries.setdefault(source, _TRIES)
         telling, tells_of_none = self._telling(first)
         self._is_telling = bool(telling) or tells_of_none
-        if is_late and self._is_again_due(source):
+        if is_late and self._is_again_due(first):
             self._tries[source] = 1
         is_second = kind == "train" and self._number_trained == _SECOND
         if is_second and self._leaves_something and self._looks_later and self._are_alike(first):
@@ -138,15 +138,16 @@ class Comparison:
             if self._runner.batching.microbatch_weight != "auto":  # nothing is chosen, so once will do
                 self._runner.rules.weigh_by(source, None, self._runner.rules.ignored)
 
-    def _is_again_due(self, source: Source) -> bool:
+    def _is_again_due(self, of: StepOnBatch) -> bool:
         """Whether losses and numbers of a step may be others by now, or there was nothing to tell by."""
-        number = self._number[source]
+        source, number = of.source, self._number[of.source]
         if source[0] == "train":
             is_later = self._looks_later and not self._runner.batching.joins_microbatches
             return number in _AGAIN and (is_later or source in self._untold)
         ways = 0 if self._divided else min(len(self._runner.rules.ways), MOST_NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
-        return ways > before or number in _AGAIN
+        finds_rows = number == _SECOND and not self._divided and of.rows.can_be_divided()
+        return ways > before or number in _AGAIN or finds_rows
 
     def _are_alike(self, of: StepOnBatch) -> bool:
         """Whether replicas can run a batch together: all have as many microbatches, and several."""
