@@ -28,7 +28,7 @@ LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers", "counts"]
 STATES = [
     *("is copied", "curriculum", "cells", "cells, prepared", "in the second dimension"),
-    *("in the second dimension, prepared", "memory", "rows of one", "small at first", "goes on", "pairs"),
+    *("in the second dimension, prepared", "memory", "rows of one", "small at first", "goes on", "pairs", "bank"),
 ]
 
 
@@ -65,6 +65,11 @@ def test_an_uncalled_module_with_tied_weights_is_refused_by_name(results):
             "has not called 'head', so that its 'layers.0.linear.weight' is only where other modules use it" in refused
         )
         assert ALIKE in refused
+
+
+def test_of_rows_that_are_those_of_one_device_nothing_is_said(results):
+    assert "self.bank" not in results[2]
+    assert "self.kept" not in results[2]
 
 
 def test_a_short_batch_whose_microbatches_have_other_losses_is_told_of(results):

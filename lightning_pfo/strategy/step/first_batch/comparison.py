@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -322,9 +323,14 @@ class Comparison:
         if is_training and not any(self._rehearsal.tell(bool(said))):
             said += self._compare_slopes(first, parts, tolerance)
         few = batching.num_to_join(first.parts, min(len(parts), 2))
-        situations = [pairs, others, self._go_on(first, few, pairs, check, tolerance)]
+        ran = first
+        if len(parts) < num_microbatches:  # what is left has rows of as many samples
+            ran = replace(first, parts=parts, batch=batching.first_parts(first.batch, first.parts, len(parts)))
+        gone_on = self._go_on(ran, few, pairs, check, tolerance)
         if pairs:
-            unfit = _tried(lambda: check.find_rules(situations, tolerance)) or {}
+            unfit = _tried(lambda: check.find_rules([pairs, others, gone_on], tolerance)) or {}
+            if others:
+                unfit = _tried(lambda: check.told_of_true_batches(unfit, [pairs, gone_on], tolerance)) or {}
             unfit |= _tried(lambda: check.unfit_texts(pairs, tolerance)) or {}
             if said:  # the loss that is logged too
                 loss = " instead of ".join(apart(losses[0].mean, losses[0].of_all))

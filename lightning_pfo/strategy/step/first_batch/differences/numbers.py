@@ -190,6 +190,30 @@ class NumberCheck:
         self.unfit |= set(unfit)
         return unfit
 
+    def told_of_true_batches(
+        self, unfit: dict[str, str], situations: Sequence[Situation], tolerance: float
+    ) -> dict[str, str]:
+        """What to tell of numbers of which no rule fits a batch with other labels, too: of tables what true ones tell.
+
+        Labels may say which rows are written, of which no two are the same.
+
+        Args:
+            unfit: The numbers, and how they differ.
+            situations: The batches whose labels were not changed.
+            tolerance: The relative difference that rounding explains.
+        """
+        differing = {place for each in situations for place in self._differing_also(each, unfit, tolerance)}
+        told = {place: how for place, how in unfit.items() if place in differing or not self._dimensions.get(place)}
+        self.unfit -= unfit.keys() - told.keys()
+        return told
+
+    def _differing_also(self, situation: Situation, unfit: Collection[str], tolerance: float) -> set[str]:
+        before, self.unfit = self.unfit, self.unfit.difference(unfit)
+        try:
+            return set(self.differing(situation, tolerance))
+        finally:
+            self.unfit = before
+
     def _set(self, place: str, candidate: str) -> None:
         rules = {place + how: rule for how, rule in _CANDIDATES[candidate].items()}
         self.rules.set(rules, self._dimensions.get(place, 0))
