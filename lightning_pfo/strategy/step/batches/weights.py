@@ -177,7 +177,7 @@ def rows_of_items(batch: Any) -> dict[str, list[int]]:
     """How many rows the tensors have of which there are several in a list, by the path of all; see `of_all_items`."""
     found: dict[str, list[int]] = {}
     for path, leaf in leaves_of(batch):
-        if isinstance(leaf, (torch.Tensor, np.ndarray)) and len(leaf.shape) and (of_all := of_all_items(path)):
+        if has_values(leaf) and len(leaf.shape) and (of_all := of_all_items(path)):
             found.setdefault(of_all, []).append(len(leaf))
     return found
 

@@ -353,6 +353,8 @@ def queue_keeps(value: Any, size: int, before: Any) -> int:
             return 0
         gone = next((index for index, item in enumerate(before) if _is_same(value[0], item)), 0)
         kept = len(before) - gone
+        if kept == 1 and type(value[0]) is int:  # it may be any number that was the last: `[len(x), batch_idx]`
+            return 0
         return kept if gone and len(value) > kept and all(map(_is_same, value, before[gone:])) else 0
     if not isinstance(value, (torch.Tensor, np.ndarray)) or not value.ndim == before.ndim > 0:
         return 0
