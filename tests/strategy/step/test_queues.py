@@ -28,6 +28,11 @@ def test_a_queue_has_lost_its_first_items_and_goes_on(items, before, expected):
     assert queue_keeps(list(items), 1, list(before)) == expected
 
 
+@pytest.mark.parametrize(("value", "before", "expected"), [([2, 3], [6, 2], 0), ([5, 2, 3], [6, 5, 2], 2)])
+def test_a_number_that_was_the_last_before_makes_no_queue(value, before, expected):
+    assert queue_keeps(value, 2, before) == expected
+
+
 def rows(*numbers):
     return torch.tensor(numbers).repeat(2, 1).T
 
