@@ -23,6 +23,7 @@ from lightning_pfo.strategy.step.batches.splitting import (
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight, check_microbatch_weight, weights_of
 
 LOSS_OVER = ("microbatch", "batch")
+_LEAST = 2  # samples in microbatches of short batches
 
 
 def _nobody_knows() -> None:
@@ -176,6 +177,3 @@ class ShortBatches:
         if len(found) == 1 or not is_short or min(found.sizes) >= _LEAST or self._batching.split_batch is not None:
             return found
         return self._batching.split(batch, max(1, found.size // _LEAST))
-
-
-_LEAST = 2

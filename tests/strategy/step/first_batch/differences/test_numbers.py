@@ -1,39 +1,8 @@
 """Rules for numbers that a step leaves, found by comparing batches that were run by microbatches and in one piece."""
 
-from types import SimpleNamespace
-
-import torch
-
-from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.first_batch.differences.numbers import NumberCheck
-from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
-
-PLACE = "self.best"
-
-
-class ByMicrobatches:
-    """A number that is added up where no rule is known."""
-
-    def __init__(self, *values):
-        self.values, self.recorder = values, SimpleNamespace(sizes=(2,) * len(values))
-
-    def numbers(self, rules):
-        rule = rules.of(PLACE, 1.0, ask=False)
-        by_rule = merged_by(rule, self.values)
-        mean = sum(self.values) / len(self.values)
-        found = by_rule[0] if by_rule else mean if rule == "mean" else sum(self.values)
-        return {PLACE: torch.tensor(found, dtype=torch.float64)}
-
-    def zeros(self):
-        return set()
-
-    def numbers_of(self, index):
-        return {PLACE: torch.tensor(self.values[index], dtype=torch.float64)}
-
-
-def situation(values, whole):
-    numbers = {PLACE: torch.tensor(whole, dtype=torch.float64)}
-    return [Pair(ByMicrobatches(*values), SimpleNamespace(numbers=lambda rules: dict(numbers), zeros=set))]
+from tests.strategy.step.first_batch.differences.situations import PLACE, situation
 
 
 def test_the_rule_that_fits_all_batches_is_taken():

@@ -1,43 +1,13 @@
 """How many numbers no rule explains, by choices of weights for the same microbatches."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from lightning_pfo.strategy.step.batches.rules import Rules, merged_by
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.first_batch.differences.numbers import NumberCheck
-from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.unexplained import Unexplained
-
-PLACE = "self.best"
-
-
-class ByMicrobatches:
-    """A number that is added up by weights where no rule is known."""
-
-    def __init__(self, values, weights):
-        self.values, self.recorder = values, SimpleNamespace(sizes=(2,) * len(values), weights=weights)
-        self.merges = 0
-
-    def numbers(self, rules):
-        self.merges += 1
-        by_rule = merged_by(rules.of(PLACE, 1.0, ask=False), self.values)
-        by_weights = sum(weight * value for weight, value in zip(self.recorder.weights, self.values, strict=True))
-        return {PLACE: torch.tensor(by_rule[0] if by_rule else by_weights, dtype=torch.float64)}
-
-    def zeros(self):
-        return set()
-
-    def numbers_of(self, index):
-        return {PLACE: torch.tensor(self.values[index], dtype=torch.float64)}
-
-
-def situation(values, whole):
-    numbers = {PLACE: torch.tensor(whole, dtype=torch.float64)}
-    of_batch = SimpleNamespace(numbers=lambda rules: dict(numbers), zeros=set)
-    return [Pair(ByMicrobatches(values, (0.5, 0.5)), of_batch)]
+from tests.strategy.step.first_batch.differences.situations import PLACE, situation
 
 
 @pytest.mark.parametrize(
@@ -49,7 +19,7 @@ def situation(values, whole):
     ],
 )
 def test_a_number_is_explained_by_a_rule_or_by_weights(whole, unexplained):
-    unexplaining, of = Unexplained(NumberCheck(Rules())), situation((1.0, 3.0), whole)
+    unexplaining, of = Unexplained(NumberCheck(Rules())), situation((1.0, 3.0), whole, weight=0.5)
     parts, found, merges = of[0].parts, [], []
     for weights in ((0.5, 0.5), (0.75, 0.25), (0.25, 0.75)):
         parts.recorder.weights = weights
@@ -65,4 +35,8 @@ def test_a_number_is_explained_by_a_rule_or_by_weights(whole, unexplained):
 
 def test_what_fits_one_batch_is_not_taken_for_another():
     unexplaining = Unexplained(NumberCheck(Rules()))
-    assert [unexplaining.number(situation((1.0, 3.0), whole), 1e-6) for whole in (3.0, 9.0, math.nan)] == [0, 1, 0]
+    assert [unexplaining.number(situation((1.0, 3.0), whole, weight=0.5), 1e-6) for whole in (3.0, 9.0, math.nan)] == [
+        0,
+        1,
+        0,
+    ]
