@@ -149,7 +149,7 @@ class LogRecorder:
                 self.metrics.get(key[0]),
                 key[0] not in self.without_value,
                 self._arguments_of(key, known),
-                self._reduce(key, values, known, totals, told),
+                _whole(self._reduce(key, values, known, totals, told), values),
             )
             for key, values in self.values.items()
         ]
@@ -286,6 +286,12 @@ def _stack(values: Sequence[Any]) -> torch.Tensor:
     if all(isinstance(value, torch.Tensor) and value.dtype == on_device.dtype for value in values):
         return torch.stack(list(values)).to(torch.float64)
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=on_device.device) for value in values])
+
+
+def _whole(value: torch.Tensor, values: Sequence[tuple[int, Any]]) -> torch.Tensor:
+    """A value as the integer that the step has logged as a tensor, of which Lightning warns."""
+    are_integers = all(isinstance(each, torch.Tensor) and not each.dtype.is_floating_point for _, each in values)
+    return value.to(torch.int64) if are_integers and value.numel() == 1 and float(value) % 1 == 0 else value
 
 
 # ---- what replicas log ----

@@ -430,7 +430,7 @@ class StepRunner:
         if train and self._means is not None:
             logged = logged_by_any(logged, self.engine.device, self._means.hosts)
         for name, place, has_value, arguments, number in logged:
-            value: Any = number.to(type_of_logged())
+            value: Any = number if place is None and not number.is_floating_point() else number.to(type_of_logged())
             if place is not None:
                 metric = metric_at(self.owner, place)
                 set_batch_value(metric, value if has_value else None)

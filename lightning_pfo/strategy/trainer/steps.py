@@ -246,12 +246,12 @@ class StepStrategy(CheckpointStrategy):
     @contextmanager
     def _first_microbatch(self, batch: Any, device: torch.device) -> Iterator[Any]:
         """A first microbatch of a batch, while a step runs that is traced or measured."""
-        module, ranks = self._module(), self.mesh.num_ranks
+        module, is_divided = self._module(), self._num_microbatches != 1 and self.mesh.num_ranks > 1
         data_module = getattr(module.trainer, "datamodule", None)
         with attributes_untouched(data_module), step_under_way(ends_here=False):
             arrived = before_transfer(module, self.precision_plugin.convert_input(anew(batch, copies=True)))
             arrived = self.batch_to_device(arrived, device)
-            self._first_size = size = self._batching.size_of(arrived, ranks)
+            self._first_size = size = self._batching.size_of(arrived, is_divided=is_divided)
             number = self._num_microbatches or self._default_num_microbatches(size)
             yield self._batching.split(arrived, number)[0]
 
@@ -285,7 +285,8 @@ class StepStrategy(CheckpointStrategy):
         self._begin(f"training step of batch {batch_idx}")
         batch, rest = batch_of(args)
         if self._num_microbatches is None:
-            self._choose_num_microbatches(self._get_pipeline().runner.batching.size_of(batch, self.mesh.num_ranks))
+            batching = self._get_pipeline().runner.batching
+            self._choose_num_microbatches(batching.size_of(batch, is_divided=self.mesh.num_ranks > 1))
         assert self._num_microbatches is not None
         self._check_batch(batch, batch_idx)
         # what comes before it must be reduced too, and together with it

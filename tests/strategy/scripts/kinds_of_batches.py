@@ -20,6 +20,7 @@ from transformers import BatchFeature
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from tests.ranks import run_ranks
+from tests.saying import saying
 from tests.strategy.objects import Own, Slots
 
 FOLDER = Path(sys.argv[1])
@@ -93,10 +94,13 @@ KINDS = {
     "images": (lambda rows: list(map(image_of, rows)), of_images),
     "tables": (tables, lambda found: torch.cat([torch.from_numpy(each.to_numpy()) for each in found])),
     "sparse": (lambda rows: padded(rows).relu().to_sparse(), lambda found: found.to_dense()),
+    "flat": (lambda rows: {"x": torch.cat(rows), "lengths": [len(row) for row in rows]}, lambda found: found["x"]),
     "feature": (lambda rows: BatchFeature({"x": padded(rows), "mask": None}), lambda found: found["x"]),
 }
 VARY = ("packed", "packed, in object", "nested", "jagged", "graphs", "tables")
 """Kinds whose samples may have other lengths than one another."""
+WHOLE = ("flat",)
+"""Of which nobody could tell the number of samples: they are not divided."""
 LOADED_BY_FIRST = ("feature", "packed, in object", "arrays")
 
 
@@ -126,7 +130,8 @@ def batches(kind):
 
 
 def losses(kind, where, load_batches="all"):
-    pipeline = PfoPipelineStrategy(num_microbatches=2, load_batches=load_batches)
+    how = {"num_microbatches": 1, "schedule": "gpipe"} if kind in WHOLE else {"num_microbatches": 2}
+    pipeline = PfoPipelineStrategy(**how, load_batches=load_batches)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if where == "plain" else 2,
@@ -145,10 +150,12 @@ def losses(kind, where, load_batches="all"):
 def run(where):
     warnings.filterwarnings("ignore")
     found = {}
-    for kind in KINDS:
-        found[kind], rank = losses(kind, where)
-    for kind in LOADED_BY_FIRST:
-        found[f"{kind}, loaded by the first"], _ = losses(kind, where, "first")
+    with saying() as texts:
+        for kind in KINDS:
+            found[kind], rank = losses(kind, where)
+        for kind in LOADED_BY_FIRST:
+            found[f"{kind}, loaded by the first"], _ = losses(kind, where, "first")
+    found["ended early"] = [text for text in texts if "Before training a first batch is looked at" in text]
     (FOLDER / f"{where}_{rank}.json").write_text(json.dumps(found))
 
 

@@ -36,10 +36,11 @@ class Reader:
     def told(self, norm: str) -> str:
         """What is said of it; `norm` is the call that gives the norm over all stages."""
         return (
-            f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: what it makes "
-            f"of all gradients, such as a norm, is that of this rank's stages. For the norm over all stages call "
-            f"{norm} on every rank. Random numbers for gradients (noise) come from a generator of their own "
-            f"(torch.randn(..., generator=noise)): else ranks, which draw other amounts, go on with other numbers."
+            f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: pass over them "
+            f"(if parameter.grad is not None); what it makes of all gradients, such as a norm, is that of this rank's "
+            f"stages. For the norm over all stages call {norm} on every rank. Random numbers for gradients (noise) "
+            f"come from a generator of their own (torch.randn(..., generator=noise)): else ranks, which draw other "
+            f"amounts, go on with other numbers."
         )
 
 

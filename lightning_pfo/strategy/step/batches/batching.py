@@ -117,14 +117,14 @@ class Batching:
             return None
         return side_by_side(batch, self.batch_dim)
 
-    def size_of(self, batch: Any, num_ranks: int) -> int:
-        """Number of samples of a batch to train on; on one rank 1, if it cannot be divided."""
+    def size_of(self, batch: Any, *, is_divided: bool) -> int:
+        """Number of samples of a batch to train on; 1 if nobody can tell and it need not be divided."""
         if self.split_batch is not None:
             return split_batch(batch, 1, batch_dim=self.batch_dim, expected=self.expected()).size
         apart = self._side_by_side(batch)
         if apart is not None:
             return apart.size
-        return (size_or_one if num_ranks == 1 else batch_size_of)(batch, self.batch_dim, self.expected(), self.known)
+        return (batch_size_of if is_divided else size_or_one)(batch, self.batch_dim, self.expected(), self.known)
 
     def evaluation_size_of(self, batch: Any) -> int | None:
         """Number of samples of a batch that is only run forward; 1: it need not be divided; None: it is not known."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.step.batches.batching import Batching, ShortBatches
 
 
@@ -38,3 +39,10 @@ def test_batches_of_an_evaluation_say_nothing_of_training():
 def test_what_users_divide_stays_as_they_divide_it():
     of = ShortBatches(Batching(split_batch=lambda batch, number: batch.split(-(-len(batch) // number))))
     assert sizes(of, 8, 3) == [(2, 2, 2, 2), (1, 1, 1)]
+
+
+def test_nobody_need_know_the_size_of_a_batch_that_is_not_divided():
+    contradicting = (torch.zeros(4), torch.zeros(6, 3))
+    assert Batching().size_of(contradicting, is_divided=False) == 1
+    with pytest.raises(BatchError, match="must be the same for all"):
+        Batching().size_of(contradicting, is_divided=True)

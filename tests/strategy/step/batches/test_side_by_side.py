@@ -36,7 +36,7 @@ def test_parts_are_divided_into_equal_shares(batching, sizes, expected):
     batch = batch_of(few=sizes[0], many=sizes[1])
     microbatches = batching.split(batch, 4)
     assert shapes(microbatches) == expected
-    assert microbatches.size == batching.size_of(batch, 2) == sizes[0]
+    assert microbatches.size == batching.size_of(batch, is_divided=True) == sizes[0]
     for name, parts in batch.items():
         assert torch.equal(torch.cat([part[name][0] for part in microbatches]), parts[0])
 
