@@ -64,6 +64,7 @@ from lightning_pfo.strategy.model.tracing.noticing.leaves import (
     memory_behind,
     on_device,
     trained_by,
+    values_within,
     version_behind,
 )
 from lightning_pfo.strategy.model.tracing.noticing.switches import recomputation_noted, switched_back, switches_noted
@@ -241,7 +242,7 @@ class _TraceRun:
         if unit.is_layer:
             self.trace.marks.append((unit, len(self.trace.events)))
         self.see(leaves)
-        position = self._begin(event, leaves)
+        position = self._begin(event, [*leaves, *values_within(unit.module)])
         self.trace.caches += [(position, unit, leaf) for leaf in leaves if is_cache(cast(Any, type(leaf)))]
         given = args, kwargs
         if sizes := labels_in(leaves):

@@ -224,9 +224,8 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
         raise AbsentValueError(
             f"A value of shape {tuple(tensor.shape)} that an earlier stage computes is needed here, but was not "
             f"sent: the step uses it in a way that the trace of the first batch has not shown. Where control flow "
-            f"depends on it, compute what decides from the batch; where it takes the place of a layer's parameter "
-            f"(functional_call), call the function instead (torch.nn.functional.linear); or move the stage boundary "
-            f"with partition='custom:...'."
+            f"depends on it, compute what decides from the batch; or move the stage boundary with "
+            f"partition='custom:...'."
         )
     return tensor if tensor.held is None else tensor.held
 

@@ -6,7 +6,6 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from lightning_pfo.core.errors import ConfigurationError
 from tests.strategy.model.stages import Holder, Stages, assert_equal, run_plainly
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -15,7 +14,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 def _parts():
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-    return Holder(hyper=nn.Linear(4, 16), net=net, target=nn.Linear(4, 4))
+    return Holder(hyper=nn.Linear(4, 16), net=net, target=nn.Linear(4, 4), norm=nn.BatchNorm1d(4).eval())
 
 
 def _late(owner):
@@ -35,15 +34,40 @@ def _by_function(owner):
     return linear(owner.net(X), weight, owner.target.bias).square().mean()
 
 
-@pytest.mark.parametrize("step", [_late, _by_function])
-def test_values_may_take_the_place_of_parameters_where_they_are(step):
+def _by_gradients(owner):
+    """The weights that an inner step gives, by which the outer one is differentiated too (MAML)."""
+    weights = dict(owner.target.named_parameters())
+    for _ in range(2):
+        loss = functional_call(owner.target, weights, (X,)).square().mean()
+        gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+        weights = {name: weight - 0.1 * by for (name, weight), by in zip(weights.items(), gradients, strict=True)}
+    return functional_call(owner.target, weights, (owner.net(X),)).square().mean()
+
+
+def _buffer(owner):
+    mean = owner.hyper(X.mean(0))[:4].detach()
+    return functional_call(owner.norm, {"running_mean": mean}, (owner.net(X),)).square().mean()
+
+
+@pytest.mark.parametrize("step", [_late, _early, _by_function, _by_gradients, _buffer])
+def test_values_may_take_the_place_of_parameters_and_buffers_whichever_stage_has_made_them(step):
     stages = Stages(_parts(), step, num_stages=2)
     assert_equal((stages.run(step), stages.gradients()), run_plainly(_parts(), step))
     stages.close()
 
 
-def test_values_of_another_stage_may_not_and_the_way_out_is_told():
-    stages = Stages(_parts(), _early, num_stages=2)
-    with pytest.raises(ConfigurationError, match=r"shape \(4, 4\) .*torch\.nn\.functional\.linear"):
-        stages.run(_early)
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_is_traced_by_what_stands_in_the_place_of_its_parameters(is_frozen):
+    def step(owner):
+        first = owner.target(X)
+        weight = owner.hyper(X.mean(0)).view(4, 4)
+        return (functional_call(owner.target, {"weight": weight}, (X,)) + owner.net(first)).square().mean()
+
+    def parts():
+        made = _parts()
+        made.target.requires_grad_(not is_frozen)
+        return made
+
+    stages = Stages(parts(), step, num_stages=2)
+    assert_equal((stages.run(step), stages.gradients()), run_plainly(parts(), step))
     stages.close()

@@ -75,3 +75,8 @@ def any_varies(leaves: list[Any]) -> bool:
 def is_value(leaf: Any) -> bool:
     """Whether something is a tracked tensor that the trace knows."""
     return isinstance(leaf, Tracked) and leaf.label >= 0
+
+
+def values_within(module: nn.Module) -> list[torch.Tensor]:
+    """The values that stand in the place of a module's parameters and buffers (`torch.func.functional_call`)."""
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if is_value(tensor)]
