@@ -118,6 +118,50 @@ def calls_functions() -> Any:
     return CallsFunctions(), vectors()
 
 
+class Hypernetwork(Module):
+    """The first layers compute the weights of the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_by = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH * WIDTH))
+        self.model = InALoop()
+        self.target = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        weight = self.made_by(torch.ones_like(x[0])).view(WIDTH, WIDTH) / WIDTH
+        return functional.mse_loss(torch.func.functional_call(self.target, {"weight": weight}, (self.model(x),)), y)
+
+
+@case("steps")
+def hypernetwork() -> Any:
+    return Hypernetwork(), vectors()
+
+
+class MetaLearning(Module):
+    """MAML: an inner step for each sample, by whose weights the outer loss is differentiated too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(block() for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses = []
+        for x, y in zip(*batch, strict=True):
+            weights = dict(self.model.named_parameters())
+            for _ in range(2):
+                loss = functional.mse_loss(torch.func.functional_call(self.model, weights, (x[None],)), y[None])
+                found = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+                weights = {name: w - 0.05 * by for (name, w), by in zip(weights.items(), found, strict=True)}
+            losses.append(functional.mse_loss(torch.func.functional_call(self.model, weights, (x[None],)), y[None]))
+        return torch.stack(losses).mean()
+
+
+@case("steps")
+def meta_learning() -> Any:
+    return MetaLearning(), vectors()
+
+
 class Halved(nn.Module):
     """A layer that halves the gradients of its input by a hook on its backward, and passes a mask on."""
 
