@@ -165,6 +165,24 @@ def test_a_model_of_transformers_that_a_config_names(tmp_path):
     assert report["settings"]["model"]["family"] == "llama"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "family", "layers"),
+    [
+        ("bert_tiny", "bert", "num_hidden_layers"),
+        ("t5_tiny", "t5", "num_layers"),
+        ("moe_tiny", "mixtral", "num_hidden_layers"),
+    ],
+)
+def test_other_models_of_transformers_at_the_top_clocks(tmp_path, model, family, layers):
+    size = (f"model.options.{layers}=2", "data.batch_size=8", "schedule.num_microbatches=2")
+    run_example("gpt", tmp_path, f"model={model}", "plan=top_clocks", *size)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["settings"]["model"]["family"] == family
+    assert report["losses"]["identical"]
+    assert report["losses"]["compared"] == 8
+
+
 def test_resnet_at_the_top_clocks(tmp_path):
     run_example("resnet", tmp_path, "plan=top_clocks")
     report = json.loads((tmp_path / "report.json").read_text())
