@@ -1,0 +1,77 @@
+"""What is remembered of microbatches of many forms."""
+
+import gc
+from collections import Counter
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.step import programs
+from tests.quiet import QUIET
+
+KEPT = 4
+LENGTHS = (*range(3, 15), 3, 14, 3)
+"""Of batches; the last ones were seen before, the second of these of the forms that are remembered."""
+WIDTH = 8
+
+
+def bytes_of_tensors():
+    """What all living tensors lie in."""
+    gc.collect()
+    of_each = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == "cpu":  # others stand for these
+            storage = found.untyped_storage()
+            of_each[storage.data_ptr()] = storage.nbytes()
+    return sum(of_each.values())
+
+
+class OfAnyLength(L.LightningModule):
+    def __init__(self, traced):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+        self.traced, self.new, self.losses, self.known, self.bytes = traced, [], [], [], []
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch) - 0.5).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        self.new.append(self.traced[batch.shape[1]])
+        self.bytes.append(bytes_of_tensors())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(strategy, traced):
+    noise = torch.Generator().manual_seed(1)
+    batches = [torch.randn(4, length, WIDTH, generator=noise) for length in LENGTHS]
+    module = OfAnyLength(traced)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module
+
+
+def test_the_forms_that_came_last_are_remembered_and_nothing_is_kept_of_others(monkeypatch):
+    traced = Counter()
+    ordinary = programs.Programs._trace
+
+    def trace(self, step, *args):
+        found = ordinary(self, step, *args)
+        traced[found.values[0].form.shape[1]] += 1
+        assert len(self._known) <= KEPT
+        return found
+
+    monkeypatch.setattr(programs, "_KEPT", KEPT)
+    monkeypatch.setattr(programs.Programs, "_trace", trace)
+    module = train(PfoPipelineStrategy(num_microbatches=2, check_loss=False), traced)
+    assert module.losses == pytest.approx(train("auto", traced).losses, rel=1e-5)
+    assert [module.traced[length] for length in (3, 4, 14)] == [2, 1, 1], "one was forgotten and came again"
+    at_least = module.bytes[KEPT]
+    assert max(module.bytes[KEPT:]) - at_least < 64, "bytes of forms that are gone"
