@@ -95,6 +95,7 @@ KINDS = {
     "tables": (tables, lambda found: torch.cat([torch.from_numpy(each.to_numpy()) for each in found])),
     "sparse": (lambda rows: padded(rows).relu().to_sparse(), lambda found: found.to_dense()),
     "flat": (lambda rows: {"x": torch.cat(rows), "lengths": [len(row) for row in rows]}, lambda found: found["x"]),
+    "collated": (lambda rows: {"x": padded(rows)}, lambda found: found["x"]),
     "feature": (lambda rows: BatchFeature({"x": padded(rows), "mask": None}), lambda found: found["x"]),
 }
 VARY = ("packed", "packed, in object", "nested", "jagged", "graphs", "tables")
@@ -143,7 +144,10 @@ def losses(kind, where, load_batches="all"):
         max_epochs=1,
     )
     module = Model(KINDS[kind][1])
-    trainer.fit(module, DataLoader(list(batches(kind)), batch_size=None, collate_fn=lambda batch: batch))
+    items, loader = list(batches(kind)), {"batch_size": None, "collate_fn": lambda batch: batch}
+    if kind == "collated":  # of one item, as the loader knows, whose samples are many
+        loader = {"batch_size": 1, "collate_fn": lambda items: items[0]}
+    trainer.fit(module, DataLoader(items, **loader))
     return module.losses, trainer.global_rank
 
 

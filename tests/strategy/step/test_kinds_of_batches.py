@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "scripts" / "kinds_of_batches.py"
 KINDS = (
     *("object in object", "dict in object", "slots", "arrays", "packed", "packed, in object", "nested", "jagged"),
-    *("graphs", "images", "tables", "sparse", "feature", "size beside", "flat"),
+    *("graphs", "images", "tables", "sparse", "feature", "size beside", "flat", "collated"),
     *(f"{kind}, loaded by the first" for kind in ("feature", "packed, in object", "arrays")),
 )
 
