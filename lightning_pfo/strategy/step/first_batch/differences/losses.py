@@ -96,6 +96,12 @@ def _finite(numbers: Sequence[float]) -> bool:
     return all(abs(number) < float("inf") for number in numbers)
 
 
+_MIXES = (
+    "What mixes samples before the first layer (mixup, x.flip(0)) belongs in collate_fn or on_after_batch_transfer, "
+    "which have the whole batch."
+)
+
+
 def apart(one: float, other: float) -> tuple[str, str]:
     """Two numbers that differ, with as many digits as it takes to see that."""
     written = ((f"{one:.{digits}g}", f"{other:.{digits}g}") for digits in _DIGITS)
@@ -120,7 +126,8 @@ def describe(
             f"The loss of {batch} is {of_all} on one device, but {mean} of what its "
             f"microbatches come to, joined by loss_over='batch' (both forward only, torch's layers in eval mode). Only "
             f"the end of the step sees all samples, what follows the last layer: layers before it compare samples, or "
-            f"the step knows how many there are. If this is meant to be so, check_loss=False leaves the comparison out."
+            f"the step knows how many there are. {_MIXES} If this is meant to be so, "
+            f"check_loss=False leaves the comparison out."
         )
     number = len(first.of_microbatches)
     first_of = "" if number == num_microbatches else f" (the first {number} of {num_microbatches})"
@@ -155,8 +162,8 @@ def describe(
     return (
         f"The loss of {batch} is {of_all} on one device, but a pipeline trains on {trains_on} of its "
         f"microbatches' losses{first_of}, which is {mean} (both forward only, torch's layers in eval mode). {cause} "
-        f"If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all this is "
-        f"meant to be so, check_loss=False leaves the comparison out."
+        f"{_MIXES} If the first dimension of the batch is time, the batch is cut along it: use batch_dim=1. If all "
+        f"this is meant to be so, check_loss=False leaves the comparison out."
     )
 
 
