@@ -112,7 +112,7 @@ class ModelCall:
         """The number of microbatches of a training batch."""
         if self.num_microbatches is not None:
             return self.num_microbatches
-        size = self.batching.size_of(batch, self.num_ranks)
+        size = self.batching.size_of(batch, is_divided=self.num_ranks > 1)
         number = default_num_microbatches(size, self.num_ranks, self.make_schedule, least_samples(self.module))
         if said := too_few_samples(size, number, self.num_ranks):
             warn_once(said)

@@ -16,6 +16,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
+from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
@@ -98,6 +99,7 @@ class StepOnStages:
         self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
+        watch_data(patches)
 
     @property
     def aggregates(self) -> bool:
@@ -213,7 +215,8 @@ class StepOnStages:
             buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
                 of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
-                with of_batch, earlier_runs.undone_if_it_fails():
+                written = WrittenWeights(kept.flags.parameters if train and effects is not None else ())
+                with of_batch, earlier_runs.undone_if_it_fails(), written.watched():
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
                         programs,
@@ -225,6 +228,7 @@ class StepOnStages:
                         memory=memory,
                         differentiates=differentiates,
                     )
+                written.refuse(self.owner, (each for of_stages in programs for each in of_stages))
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()
                 kept.check_switched()

@@ -62,6 +62,22 @@ class InPlace(Assigns):
             q.data.mul_(0.9).add_(p.data, alpha=0.1)
 
 
+class EverySecondBatch(InPlace):
+    def training_step(self, batch, batch_idx):
+        if batch_idx % 2 == 0:
+            self.move()
+        return self.loss(batch)
+
+
+class Later(InPlace):
+    """The first batch does not show it."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx > 4:
+            self.move()
+        return self.loss(batch)
+
+
 class AtTheEnd(Assigns):
     """Moves the teacher where only the last stage comes to."""
 
@@ -256,6 +272,7 @@ CASES = {
     "prunes masked": (PrunesMasked, {}),
     "Assigns": (Assigns, {}),
     "InPlace": (InPlace, {}),
+    "every second batch": (EverySecondBatch, {}),
     "AtTheEnd": (AtTheEnd, {}),
     "beside": (Beside, {}),
     "two views": (TwoViews, {}),
@@ -290,7 +307,7 @@ def run(number):
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
     found["refused"] = {}
-    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes):
+    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes, Later):
         try:
             trainer_of(number, {}).fit(case(), loader)
         except ConfigurationError as error:

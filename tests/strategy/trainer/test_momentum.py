@@ -11,7 +11,7 @@ from tests.launch import of_ranks, run_script
 pytestmark = pytest.mark.slow
 
 CASES = (
-    *("Assigns", "InPlace", "AtTheEnd", "of several stages", "of the whole batch"),
+    *("Assigns", "InPlace", "every second batch", "AtTheEnd", "of several stages", "of the whole batch"),
     *(
         "beside",
         "two views",
@@ -86,6 +86,14 @@ def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(traine
         refused = trained[rank]["refused"]["ConstrainsByBatch"]
         assert f"writes into the parameter self.student.1.0.weight {said}" in refused
     assert trained["output"].count(f"writes into the parameter self.teacher.0.0.bias {said}") == 1
+
+
+def test_writing_that_the_first_batch_has_not_shown_is_refused_with_its_line(trained):
+    for rank in ("2_0", "2_1"):
+        refused = trained[rank]["refused"]["Later"]
+        assert re.search(
+            r"this one wrote into 'teacher\.\d\.0\.weight' \(.*momentum\.py, line \d+\) and has not", refused
+        )
 
 
 def test_a_rank_that_raises_alone_among_whole_parameters_is_named_by_the_others(tmp_path):

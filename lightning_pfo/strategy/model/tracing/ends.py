@@ -27,6 +27,10 @@ class DeviationError(ConfigurationError):
     """A step does something else than in the trace of an earlier batch, which has the same form; it is traced again."""
 
 
+class WrittenError(ConfigurationError):
+    """A step has written into parameters what nobody can take back, so it does not run again."""
+
+
 _OTHERWISE = "The step runs otherwise than in the trace of a batch of the same form"
 _MASKS = "transformers/masking_utils.py"
 _PADDED = (

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import StepEndedError
-from lightning_pfo.strategy.model.tracing.ends import DeviationError
+from lightning_pfo.strategy.model.tracing.ends import DeviationError, WrittenError
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
 from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
 from lightning_pfo.strategy.step.outcome import StepOnBatch
@@ -64,7 +64,7 @@ def _by_rows(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: 
     """Run a step; once more if it fails where microbatches find what a batch has left for the rows of the next."""
     try:
         return _following(of, run, programs)
-    except StepEndedError:
+    except (StepEndedError, WrittenError):
         raise
     except Exception as error:
         if of.programs is not None or not (of.rows.divide() or of.rows.guess(of.kind, owner, of.parts.size)):

@@ -1,0 +1,114 @@
+"""Parameters into which a step writes where no trace of it has shown that: each microbatch's step would do so."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
+from lightning_pfo.strategy.model.tracing.ends import WrittenError
+from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
+from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
+from lightning_pfo.strategy.parallel.patches import Patches
+
+_DATA: Any = torch.Tensor.data
+_given: list[tuple[nn.Parameter, torch.Tensor, str, int]] | None = None
+"""What `parameter.data` has given while a step runs, to which file and line: it counts versions of its own."""
+
+
+def watch_data(patches: Patches) -> None:
+    """Let parameters note who asks for their `data` while a step is `watched`.
+
+    Args:
+        patches: Gives torch's own way back when it is closed.
+    """
+    if not isinstance(vars(nn.Parameter).get("data"), property):
+        patches.set(nn.Parameter, "data", property(_data_of, _DATA.__set__))
+
+
+def _data_of(parameter: nn.Parameter) -> torch.Tensor:
+    data: torch.Tensor = _DATA.__get__(parameter)
+    if _given is not None:
+        asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+        _given.append((parameter, data, asking.f_code.co_filename, asking.f_lineno))
+    return data
+
+
+class WrittenWeights:
+    """Finds the parameters that were written into since this was made.
+
+    Args:
+        parameters: Those of the model. Of other ranks' no values are here that could change, and divided ones change
+            as layers gather them.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [each for each in parameters if not (is_placeholder(each) or isinstance(each, DTensor))]
+        self._before = self._now()
+        self._places: dict[int, str] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the context is open, a step runs."""
+        global _given
+        outer, _given = _given, []
+        try:
+            yield
+        finally:
+            given, _given = _given, outer
+            for parameter, data, file, line in given:
+                if version_of(data):
+                    self._places.setdefault(id(parameter), f"{file}, line {line}")
+
+    def found(self) -> list[nn.Parameter]:
+        """Those parameters."""
+        now = self._now()
+        if now == self._before and not self._places:
+            return []
+        changed = {id(p) for p, a, b in zip(self._parameters, now, self._before, strict=True) if a != b}
+        return [each for each in self._parameters if id(each) in changed or id(each) in self._places]
+
+    def refuse(self, owner: nn.Module, programs: Iterable[StageProgram]) -> None:
+        """Refuse what was written without being known.
+
+        Args:
+            owner: The user's module.
+            programs: What the step was known to do.
+
+        Raises:
+            WrittenError: If something was, with its name and, where that is known, the line.
+        """
+        found = self.found()
+        known = _known(owner, programs) if found else set()
+        unknown = [each for each in found if id(each) not in known]
+        if not unknown:
+            return
+        name = next((name for name, each in owner.named_parameters() if each is unknown[0]), "")
+        place = self._places.get(id(unknown[0]), "")
+        raise WrittenError(
+            f"A step that writes into parameters does so from the first batch on, whose trace shows that it is to be "
+            f"done once for a batch and not for each microbatch; this one wrote into {name!r}"
+            f"{f' ({place})' if place else ''} and has not before. Write there in the first batch too, as it is "
+            f"(decay=1.0), or do so outside of the step: in on_train_batch_start or on_train_batch_end, within "
+            f"self.trainer.strategy.whole_parameters(...), or in your loop, within model.whole_parameters(...)."
+        )
+
+    def _now(self) -> list[tuple[int, int]]:
+        with DisableTorchFunctionSubclass():
+            return [(version_of(each), each.data_ptr()) for each in self._parameters]
+
+
+def _known(owner: nn.Module, programs: Iterable[StageProgram]) -> set[int]:
+    """The parameters that a step is known to change, by itself or in a layer."""
+    names, layers = set[str](), set[nn.Module]()
+    for program in programs:
+        names.update(program.changes)
+        layers.update(unit.module for event in program.events if event.changes_weights for unit in event.units)
+    by_step = {id(each) for name, each in owner.named_parameters(remove_duplicate=False) if name in names}
+    return by_step | {id(each) for layer in layers for each in layer.parameters()}
