@@ -1,5 +1,7 @@
 """The errors this project raises. Every message states the rule, the value received and the value that would work."""
 
+from collections.abc import Sequence
+
 from lightning_pfo.core.wording import LONGEST_MESSAGE, cut
 
 
@@ -40,6 +42,17 @@ class ClockPermissionError(DeviceError):
 
 class BatchError(PfoError, ValueError):
     """A batch cannot be split into microbatches, or ranks received different batches."""
+
+
+def has_other_batch(ranks: Sequence[int]) -> BatchError:
+    """What is said where ranks of a pipeline have received another batch than its first."""
+    return BatchError(
+        f"All pipeline ranks work on the same batch, but ranks {list(ranks)} received another one than rank 0. Make "
+        f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
+        f"alike (lightning.seed_everything(seed, workers=True), accelerate.utils.set_seed(seed)), and do not let "
+        f"ranks read different data, or draw random numbers on some ranks only, as where the first one alone shows "
+        f"a sample: what collate_fn or a transform draws after that is other on the others."
+    )
 
 
 class PartitionError(ConfigurationError):

@@ -16,13 +16,13 @@ from lightning_pfo.strategy.engine.forked import refuse_forked
 from lightning_pfo.strategy.parallel.compat import abort_process_group, cell_of
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.parallel.patches import Patches
-from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.batches.check import check_same_batch, sample_of
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.watch.present import watch_ranks, who_has_ended
 from lightning_pfo.strategy.watch.stuck import Waits
 
-_CHECKED_CALLS = 3  # compare the batches of all ranks in the first calls of a kind ...
-_CHECK_EVERY = 50  # ... and then once in so many
+_CHECKED_CALLS = 3  # compare all of the batches of all ranks in the first calls of a kind ...
+_CHECK_EVERY = 50  # ... and then once in so many, of others a sample
 _ANOTHER = "making another pipeline"
 _MOST_TRIES = 3
 _before: list[tuple[Any, dist.ProcessGroup | None]] = []
@@ -77,8 +77,12 @@ class Together:
         """Whether the pipeline was released."""
         return self._is_over
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, same: int = 0) -> None:
         """Say what comes next; a collective call of the pipeline's ranks.
+
+        Args:
+            what: What it is.
+            same: A number that batches have in common.
 
         Raises:
             RanksApartError: If others come to something else, or have ended.
@@ -86,7 +90,7 @@ class Together:
         """
         refuse_forked(what)
         try:
-            _meet(what, self._hosts)
+            _meet(what, self._hosts, same)
         except RanksApartError as error:
             if _ANOTHER not in str(error):
                 raise
@@ -129,7 +133,7 @@ class Together:
                 "one, of a new model that has loaded the whole state of this one."
             )
         number = self._num_calls.get(kind, 0)
-        self.meet(f"{kind} number {number}")
+        self.meet(f"{kind} number {number}", sample_of(batch))
         self._num_calls[kind] = number + 1
         if number < _CHECKED_CALLS or number % _CHECK_EVERY == 0:
             check_same_batch(batch, self._engine.group, self._engine.device)
@@ -139,9 +143,9 @@ class Together:
         self._is_over = True
 
 
-def _meet(what: str, hosts: dist.ProcessGroup | None) -> None:
+def _meet(what: str, hosts: dist.ProcessGroup | None, same: int = 0) -> None:
     try:
-        meet(what, hosts)
+        meet(what, hosts, same=same)
     except PfoError:
         raise
     except RuntimeError as error:

@@ -38,6 +38,7 @@ def refusals(tmp_path_factory):
     ("case", "kind", "message"),
     [
         ("other_batches", "BatchError", r"ranks \[1\] received another one than rank 0"),
+        ("other_batches_later", "BatchError", r"ranks \[1\] received another one than rank 0"),
         ("other_norm", "ConfigurationError", r"norm_type above 0, or inf; got 0"),
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
         (

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.core.errors import PfoError
+from lightning_pfo.core.errors import PfoError, has_other_batch
 from lightning_pfo.strategy.parallel.compat import name_of_group
 from lightning_pfo.strategy.parallel.dtensor import local
 
@@ -103,30 +103,35 @@ class RanksApartError(PfoError, RuntimeError):
     """Ranks that do everything together are at different places."""
 
 
-def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = ()) -> list[bool]:
+def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (), same: int = 0) -> list[bool]:
     """Say what comes next; a collective call of processes that do it together.
 
     Args:
         what: What comes next, for people.
         group: The processes, for tensors on the CPU.
         votes: Up to five questions, each answered with yes if any process says so.
+        same: A number of 32 bits that the batches which all have ready have in common.
 
     Returns:
         The answers.
 
     Raises:
         RanksApartError: On every rank, if another one comes to something else.
+        BatchError: On every rank, if another one has another number.
     """
     if dist.get_world_size(group) == 1:
         return list(votes)
-    code = zlib.crc32(what.encode())
+    code = zlib.crc32(what.encode(), same)
     unasked = [False] * (_MOST_VOTES - len(votes))  # of one size everywhere
     said = torch.tensor([code, -code, *votes, *unasked], dtype=torch.int64)
     largest, smallest, *answers = spread(said, torch.maximum, group).tolist()
     if largest == -smallest:
         return list(map(bool, answers[: len(votes)]))
+    told = tell_each_other((what, same), group)
+    if all(place == what for place, _ in told):
+        raise has_other_batch([rank for rank, (_, number) in enumerate(told) if number != told[0][1]])
     ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, place in enumerate(tell_each_other(what, group)):
+    for rank, (place, _) in enumerate(told):
         ranks[place].append(rank)
     found = "; ".join(f"rank {', '.join(map(str, some))}: {place}" for place, some in ranks.items())
     raise RanksApartError(

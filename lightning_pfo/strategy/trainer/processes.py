@@ -244,22 +244,24 @@ class MeshStrategy(StrategyBase):
         )
 
     @together
-    def meet(self, what: str, votes: Sequence[bool] = ()) -> list[bool]:
+    def meet(self, what: str, votes: Sequence[bool] = (), same: int = 0) -> list[bool]:
         """Notice if other ranks of this pipeline do something else next, and vote; a collective call.
 
         Args:
             what: What this rank does next.
             votes: Questions, each answered with yes if any rank of any replica says so.
+            same: A number that batches have in common.
 
         Raises:
             RanksApartError: On every rank, if ranks of this pipeline do something else.
+            BatchError: On every rank, if ranks of this pipeline have another number.
         """
         if self._mesh is None or not dist.is_initialized() or within_step():
             return list(votes)
         if self._meeting is None:
             self._meeting = tuple(map(self._mesh.groups.hosts, (self._mesh.pipeline_group, None)))
         of_pipeline, of_world = self._meeting
-        answers = meet(what, of_pipeline, votes)
+        answers = meet(what, of_pipeline, votes, same)
         if votes and self._mesh.pipeline_group is not None:
             answers = meet("a vote of all replicas", of_world, answers)
         return answers

@@ -27,7 +27,7 @@ from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
 from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
-from lightning_pfo.strategy.step.batches.check import check_same_batch
+from lightning_pfo.strategy.step.batches.check import check_same_batch, sample_of
 from lightning_pfo.strategy.step.batches.weights import label_leaves
 from lightning_pfo.strategy.step.effects.fresh import anew
 from lightning_pfo.strategy.step.effects.within import step_under_way
@@ -58,8 +58,8 @@ from lightning_pfo.strategy.trainer.manual.optimization import ManualOptimizatio
 from lightning_pfo.strategy.trainer.precision import scaler_of
 from lightning_pfo.strategy.trainer.together import together
 
-_CHECKED_BATCHES = 3  # compare the batches of all ranks this often at the start of each epoch ...
-_CHECK_EVERY = 50  # ... and then once in so many batches
+_CHECKED_BATCHES = 3  # compare all of the batches of all ranks this often at the start of each epoch ...
+_CHECK_EVERY = 50  # ... and then once in so many batches, of others a sample
 _SEED_OF = {"validation": 1, "test": 1, "predict": 2}
 _STEP_OF: dict[Any, str] = {
     TrainerFn.VALIDATING: "validation",
@@ -87,6 +87,7 @@ class StepStrategy(CheckpointStrategy):
     _sizes: tuple[Any, Collection[int]] = (None, ())
     _label_leaves: Mapping[str, Any] | None = None
     _next_label_leaves: Mapping[str, Any] | None = None
+    _next_sample: int = 0
     _accumulating = False
     _is_averaged = False
     _gather = "all"
@@ -241,6 +242,7 @@ class StepStrategy(CheckpointStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch; what may be labels is kept as it is, as nobody need wait for it there."""
         self._next_label_leaves = label_leaves(batch, waits=False)
+        self._next_sample = 0 if self.root_device.type == "cpu" else sample_of(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     @contextmanager
@@ -274,16 +276,17 @@ class StepStrategy(CheckpointStrategy):
             self._sizes = (loaders, declared_sizes(loaders))
         return self._sizes[1]
 
-    def _begin(self, what: str) -> None:
+    def _begin(self, what: str, batch: Any) -> None:
         """All ranks come to a step, whose batch is the one that was moved last, if it was."""
-        self.meet(what)
+        self.meet(what, same=sample_of(batch) ^ self._next_sample)
+        self._next_sample = 0
         self._label_leaves, self._next_label_leaves = self._next_label_leaves, None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch_idx = self._module().trainer.fit_loop.batch_idx
-        self._begin(f"training step of batch {batch_idx}")
         batch, rest = batch_of(args)
+        self._begin(f"training step of batch {batch_idx}", batch)
         if self._num_microbatches is None:
             batching = self._get_pipeline().runner.batching
             self._choose_num_microbatches(batching.size_of(batch, is_divided=self.mesh.num_ranks > 1))
@@ -335,8 +338,8 @@ class StepStrategy(CheckpointStrategy):
             return self._evaluate("predict", args, _GATHERED[self._gather])
 
     def _evaluate(self, kind: str, args: Any, outputs: Outputs = "all") -> Any:
-        self._begin(f"{kind} step number {self._evaluated}")
         batch, rest = batch_of(args)
+        self._begin(f"{kind} step number {self._evaluated}", batch)
         self._check_batch(batch, self._evaluated)
         self._evaluated += 1
         runner = self._get_pipeline().runner

@@ -37,6 +37,14 @@ def other_batches():
     model(torch.full((4, 6), float(dist.get_rank())), torch.zeros(4, dtype=torch.long))
 
 
+def other_batches_later():
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers", num_microbatches=2)
+    for number in range(5):
+        x = torch.ones(4, 6) * dist.get_rank() if number == 4 else torch.ones(4, 6)
+        model(x, torch.zeros(4, dtype=torch.long))
+
+
 def other_norm():
     accelerator = Accelerator(cpu=True)
     model, _, _ = prepare_pipeline(accelerator, Net(), loss_fn=loss_fn, pipeline_module="layers")
@@ -243,7 +251,16 @@ def gradients_of_something_else():
     model.release()
 
 
-CASES = (other_batches, other_norm, prepared_model, prepared_stream, no_loss, another_order, order_of_an_example)
+CASES = (
+    other_batches,
+    other_batches_later,
+    other_norm,
+    prepared_model,
+    prepared_stream,
+    no_loss,
+    another_order,
+    order_of_an_example,
+)
 CASES += (optimizer_state_of_nobody, optimizer_saved_alone, optimizer_saved_together)
 CASES += (gradients_of_a_loss, gradients_of_a_multiple)
 CASES += (compiled_by_accelerate, text_for_microbatches, fraction_of_replicas, model_saved_whole)

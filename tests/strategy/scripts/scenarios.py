@@ -325,6 +325,13 @@ def loader_of_rank():
     return DataLoader(TensorDataset(x, torch.zeros(12, dtype=torch.long)), batch_size=12)
 
 
+def later_loader_of_rank():
+    """The fifth batch alone is another one on each rank."""
+    x = torch.ones(60, 6)
+    x[48:] = float(trainer_rank())
+    return DataLoader(TensorDataset(x, torch.zeros(60, dtype=torch.long)), batch_size=12)
+
+
 def trainer_rank():
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
@@ -345,6 +352,7 @@ def refusals():
         "logs_an_object": lambda: fit(LogsAnObject()),
         "few_layers": lambda: fit(FewLayers()),
         "other_batches": lambda: fit(PlainModule(), loader_of_rank()),
+        "other_batches_later": lambda: fit(PlainModule(), later_loader_of_rank(), max_steps=5),
         "split_before": lambda: fit(used, strategy=PfoPipelineStrategy(partition="custom:0,1,3,4", num_microbatches=4)),
         "few_microbatches": lambda: fit(PlainModule(), strategy=PfoPipelineStrategy(num_microbatches=2)),
         "other_precision": lambda: fit(PlainModule(), plugins=[OtherPrecision()]),

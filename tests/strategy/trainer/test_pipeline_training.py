@@ -163,6 +163,7 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
         ("logs_an_object", "ValueError", ["self.log(object, ", "`object` values cannot be logged"]),
         ("few_layers", "PartitionError", ["2 layers for 3 stages", "Use 2 or fewer"]),
         ("other_batches", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
+        ("other_batches_later", "BatchError", ["ranks [1, 2] received another one than rank 0"]),
         ("split_before", "ConfigurationError", ["split before", "Build the model anew"]),
         ("few_microbatches", "ConfigurationError", ["num_microbatches=2 for 3 stages", "num_microbatches=3 or more"]),
         ("other_precision", "ConfigurationError", ["'transformer-engine'", "precision='bf16-mixed'"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_pfo.core.errors import BatchError
+from lightning_pfo.core.errors import has_other_batch
 from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
 
 _BITS = 64
 _CHUNK = 1 << 20  # elements
+_SAMPLED = 64
+_SAMPLED_LEAVES = 32
 _MIX = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of elements by their size in bytes."""
@@ -35,6 +38,26 @@ def checksum(batch: Any) -> int:
         for tensor in _tensors_of(leaf):
             total = (total + zlib.crc32(str((tensor.dtype, *tensor.shape)).encode())) * _MIX + _sum_of(tensor)
     return total % (1 << _BITS)
+
+
+def sample_of(batch: Any) -> int:
+    """A number of 32 bits of some elements of a batch, to compare where it must cost nothing; no device is waited for.
+
+    It tells of batches that are altogether others (other samples, another augmentation), not of each element.
+    """
+    code = 0
+    for _, leaf in islice(leaves_of(batch), _SAMPLED_LEAVES):
+        if isinstance(leaf, (str, bytes, int, float, np.generic)):
+            code = zlib.crc32(repr(leaf)[:_SAMPLED].encode(errors="surrogatepass"), code)
+        elif type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_nested:
+            code = zlib.crc32(bytes(map((0xFF).__and__, leaf.shape)), code)
+            if leaf.device.type == "cpu" and leaf.is_contiguous() and not (leaf.is_quantized or leaf.is_complex()):
+                elements = leaf.detach().view(-1)[:: 1 + leaf.numel() // _SAMPLED].contiguous()
+                as_integers = elements.view(_INTEGERS[elements.element_size()])  # type: ignore[no-untyped-call]
+                code = zlib.crc32(as_integers.numpy().data, code)
+        elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            code = zlib.crc32(leaf.ravel()[:: 1 + leaf.size // _SAMPLED].tobytes(), code)
+    return code
 
 
 def _sum_of(tensor: torch.Tensor) -> int:
@@ -86,9 +109,4 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup | None, device: torch.
     """
     different = ranks_with_others(batch, group, device)
     if different:
-        raise BatchError(
-            f"All pipeline ranks work on the same batch, but ranks {different} received another one than rank 0. Make "
-            f"the data pipeline deterministic: give the sampler a generator with a fixed seed, seed processes "
-            f"alike (lightning.seed_everything(seed, workers=True), accelerate.utils.set_seed(seed)), and do not let "
-            f"ranks read different data, or draw random numbers in hooks on some ranks only."
-        )
+        raise has_other_batch(different)

@@ -1,3 +1,4 @@
+import copy
 import pickle
 from collections import UserDict
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BatchFeature
 
-from lightning_pfo.strategy.step.batches.check import checksum
+from lightning_pfo.strategy.step.batches.check import checksum, sample_of
 
 
 def test_other_order_values_and_shapes_have_other_checksums():
@@ -76,3 +77,40 @@ def test_what_holds_nothing_does_not_count():
     sent = pickle.loads(pickle.dumps(features))
     assert vars(sent).keys() != vars(features).keys()
     assert checksum(sent) == checksum(features) != checksum(BatchFeature({"x": torch.zeros(2, 3), "mask": None}))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.randn(100_000),
+        torch.randn(7, 3, dtype=torch.bfloat16),
+        torch.zeros(1000, dtype=torch.bool),
+        [{"ids": torch.arange(5)}, "text"],
+        {"x": np.zeros((40, 40)), "n": 3},
+        UserDict(x=torch.tensor(2.0)),
+    ],
+)
+def test_a_sample_tells_batches_apart_that_are_altogether_others(batch):
+    def other(value):
+        if isinstance(value, (list, tuple)):
+            return [other(each) for each in value]
+        if isinstance(value, (dict, UserDict)):
+            return {key: other(each) for key, each in value.items()}
+        return f"{value} too" if isinstance(value, str) else value + 1
+
+    assert sample_of(batch) == sample_of(copy.deepcopy(batch)) != sample_of(other(batch))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.empty(0, 3),
+        torch.ones(4, 4).t(),
+        torch.ones(3, dtype=torch.complex64),
+        torch.eye(3).to_sparse(),
+        None,
+        object(),
+    ],
+)
+def test_of_anything_there_is_a_sample(batch):
+    assert sample_of([batch, torch.ones(2)]) != sample_of([batch, torch.zeros(2)])
