@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_ho
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.noticing.held import Place
+from lightning_pfo.strategy.model.variables import known_to
 from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
@@ -256,6 +257,8 @@ class Programs:
                     f"Call it in the forward of a layer, or compile layers by compile=True (in a loop of your own by "
                     f"layer.forward = torch.compile(layer.forward), before the model is prepared)."
                 )
+            if told := _reads_counts(self._owner, trace.counted):
+                warn_once(told)
             if trace.skips:  # others of this form may not be
                 return found
         self._known[key] = found
@@ -365,3 +368,17 @@ def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str,
         for name, stage in programs[0].changes.items()
         if "." in name or stage not in (None, end) or programs[0].is_phase
     }
+
+
+def _reads_counts(owner: nn.Module, counted: Iterable[str]) -> str:
+    """What is said of a step that names an attribute in which a layer counts; nothing of others."""
+    names = known_to(type(owner)).names
+    asked = next((place for place in counted if place.rpartition(".")[2] in names), None)
+    if asked is None:
+        return ""
+    return (
+        f"A layer counts in self.{asked}, which the step names too. While the step runs, a layer of another stage "
+        f"has not counted there, and one of the last stage has counted by microbatches; what grows is on all ranks "
+        f"what it is on one device when the batch is done. Read it, log it and set it back in on_train_batch_end, or "
+        f"let the layer return it."
+    )

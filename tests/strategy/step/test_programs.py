@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.step import programs
 from tests.quiet import QUIET
+from tests.saying import saying
 
 KEPT = 4
 LENGTHS = (*range(3, 15), 3, 14, 3)
@@ -75,3 +76,50 @@ def test_the_forms_that_came_last_are_remembered_and_nothing_is_kept_of_others(m
     assert [module.traced[length] for length in (3, 4, 14)] == [2, 1, 1], "one was forgotten and came again"
     at_least = module.bytes[KEPT]
     assert max(module.bytes[KEPT:]) - at_least < 64, "bytes of forms that are gone"
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+
+class LogsCounts(L.LightningModule):
+    """Reads in the step, or a hook, what layers count, and sets it back there."""
+
+    def __init__(self, in_step):
+        super().__init__()
+        self.net, self.in_step, self.seen = nn.Sequential(Counts(), nn.Tanh(), Counts()), in_step, []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        if self.in_step:
+            self.log("calls", float(self.net[0].calls))
+            self.net[0].calls = 0
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LogsCountsInAHook(LogsCounts):
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.net[0].calls)
+
+
+@pytest.mark.parametrize(("case", "is_told"), [(LogsCounts(True), True), (LogsCountsInAHook(False), False)])
+def test_a_step_that_reads_what_layers_count_is_told_of_it(case, is_told):
+    strategy = PfoPipelineStrategy(num_microbatches=2)
+    trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, **QUIET)
+    with saying() as texts:
+        trainer.fit(case, DataLoader(torch.randn(12, WIDTH), batch_size=4))
+    assert ["A layer counts in self.net.0.calls" in text for text in texts].count(True) == is_told
+    assert not any("did not run forward" in text for text in texts), "the comparison with one device has ended"
+    assert case.seen in ([], [1, 2, 3])

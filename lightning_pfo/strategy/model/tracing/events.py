@@ -246,6 +246,7 @@ class Trace:
         looks_again: Whether the step uses weights by themselves that it has changed.
         weights: Parameters that are followed, as attributes of modules: what takes one by itself is an event.
         caches: What units are given of a library's caches: the event, the unit and the cache.
+        counted: Attributes of units in which they count something, by name.
         talking: Units that tell each other something beside tensors: the event and the unit.
         guessed_after: With what units fail whose results are guessed.
         loss: The label of the loss that it returns; None: it returns none that stages compute.
@@ -278,6 +279,7 @@ class Trace:
     looks_again: bool = False
     weights: Sequence[tuple[nn.Module, str]] = ()
     caches: list[tuple[int, Any, Any]] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
     talking: list[tuple[int, Any]] = field(default_factory=list)
     guessed_after: list[str] = field(default_factory=list)
     loss: int | None = None

@@ -338,7 +338,8 @@ class _TraceRun:
                     self.trace.talking.append((len(self.trace.events) - 1, unit))
                     return outline
                 outlines.silent.add(how)
-            if kept and not (names or inside.was_asked or outline.left):
+            self.trace.counted += [".".join(filter(None, (unit.name, *place))) for place in kept.counted]
+            if kept.are_kept and not (names or inside.was_asked or outline.left):
                 outlines.keep(key, leaves, outline)
             return outline
 

@@ -19,7 +19,6 @@ from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.model.variables import known_to
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -89,15 +88,6 @@ class LayerWatch:
     def share(self, places: Iterable[Place]) -> None:
         """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
         self._shared = {place: self._root.get_submodule(place[0]) for place in sorted(places)}
-        names = known_to(type(self._root)).names
-        asked = next((place for place in self._shared if place[1] in names), None)
-        if asked is not None:
-            warn_once(
-                f"A layer counts self.{'.'.join(asked)}, which the step names too. While the step runs, a layer of "
-                f"another stage has not counted there, and one of the last stage has counted microbatches; when the "
-                f"batch is done, it is on all ranks what it is on one device. Read it, log it and set it back in "
-                f"on_train_batch_end, or let the layer return it."
-            )
 
     def begin(self, sizes: Sequence[int], *, looks: bool) -> None:
         """A batch begins, whose microbatches have so many samples; if it `looks`, there is a look at its end."""

@@ -7,7 +7,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -141,14 +141,33 @@ def form_of_call(
     return Call((parts, held), (tuple(given), str(structure), process))
 
 
+@dataclass
+class Attributes:
+    """What a call has made of the attributes of a module and its parts.
+
+    Attributes:
+        are_kept: Whether they have what they had.
+        counted: Those with another number, and their parts, by name.
+    """
+
+    are_kept: bool = False
+    counted: list[tuple[str, str]] = field(default_factory=list)
+
+
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[list[bool]]:
-    """Tells at its end whether the module and its parts have the attributes that they had: one item, if they have."""
-    kept: list[bool] = []
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    yield kept
-    if all(_are_same(vars(part), attributes) for part, attributes in before):
-        kept.append(True)
+def attributes_kept(module: nn.Module) -> Iterator[Attributes]:
+    """Tells at its end whether the module and its parts have the attributes that they had."""
+    found = Attributes()
+    before = [(name, part, dict(vars(part))) for name, part in module.named_modules()]
+    yield found
+    found.are_kept = all(_are_same(vars(part), attributes) for _, part, attributes in before)
+    for name, part, attributes in () if found.are_kept else before:
+        now = vars(part)
+        found.counted += [
+            (name, key)
+            for key, value in attributes.items()
+            if type(value) in (int, float) and type(now.get(key)) in (int, float) and now[key] != value
+        ]
 
 
 def _are_same(now: dict[str, Any], before: dict[str, Any]) -> bool:
