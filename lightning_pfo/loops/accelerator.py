@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import write_text_atomically
-from lightning_pfo.loops.compat import add_model, loaders_of, optimizers_of, schedulers_of
+from lightning_pfo.loops.compat import add_model, loaders_of, number_of_model, optimizers_of, schedulers_of
 from lightning_pfo.loops.loaders import adopt, prepare_same
 from lightning_pfo.loops.optimizers import Replaced, keep_pace, prepare_for_pipeline
 from lightning_pfo.loops.plain import PipelinedModel
@@ -260,17 +260,16 @@ class _AcceleratorOfPipeline:
     def save_progress(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
         if self._accelerator.is_main_process:
             progress = {"iteration": self._pipeline.iteration}
-            write_text_atomically(self._progress_file(models, folder), json.dumps(progress))
+            write_text_atomically(self._progress_file(folder), json.dumps(progress))
 
     def load_progress(self, models: list[nn.Module], folder: str) -> None:
-        path = self._progress_file(models, folder)
+        path = self._progress_file(folder)
         if path.exists():  # a checkpoint of a plain loop has none
             self._pipeline.iteration = int(json.loads(path.read_text())["iteration"])
 
-    def _progress_file(self, models: list[nn.Module], folder: str) -> Path:
+    def _progress_file(self, folder: str) -> Path:
         """Of further pipelines with a number, as Accelerate names files of further models."""
-        pipelines = [model for model in models if isinstance(model, PipelinedModel)]
-        number = next(number for number, pipeline in enumerate(pipelines) if pipeline is self._pipeline)
+        number = number_of_model(self._accelerator, self._pipeline)
         return Path(folder) / _STATE_FILE.format(f"_{number}" if number else "")
 
     def free_memory(self, *objects: Any) -> Any:

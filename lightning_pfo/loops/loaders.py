@@ -12,10 +12,12 @@ from accelerate.data_loader import (  # type: ignore[import-untyped]
     IterableDatasetShard,
     prepare_data_loader,
 )
+from torch.utils.data import IterableDataset
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.compat import add_loader, is_prepared, mark_prepared
 from lightning_pfo.loops.plain import PipelinedModel
+from lightning_pfo.strategy.step.batches.notices import warn_once
 
 
 def prepare_same(loader: Any, accelerator: Any, pipeline: PipelinedModel, device_placement: bool | None) -> Any:
@@ -30,6 +32,14 @@ def prepare_same(loader: Any, accelerator: Any, pipeline: PipelinedModel, device
     if is_prepared(loader):
         return loader
     config = accelerator.dataloader_config
+    dataset = getattr(loader, "dataset", None)
+    if pipeline.num_replicas > 1 and isinstance(dataset, IterableDataset) and config.even_batches:
+        warn_once(
+            f"Replicas read {type(dataset).__name__} in turn, and the last batch is filled with its first samples, as "
+            f"with dispatch_batches=False: gather_for_metrics knows no length by which to cut it, and metrics count "
+            f"some samples twice. Evaluate by a dataset with an index, or one that ends after a multiple of "
+            f"{pipeline.num_replicas} batches."
+        )
     prepared = prepare_data_loader(
         loader,
         accelerator.device,

@@ -50,7 +50,12 @@ def test_accelerates_contexts_of_the_model_are_those_of_ddp(folder):
     assert [found["uneven"]["waits"] for found in (*ddp, *pipeline)] == [[], [True], [], [], [True], [True]]
     assert "no effect" in ddp[0]["uneven"]["said"][0]
     for rank, found in enumerate(pipeline):
-        check(found, ddp[rank // 2], "contexts")
+        said = found["streamed"].pop("said")
+        assert len(said) == 1
+        assert "metrics count some samples twice" in said[0]
+        check(found, ddp[rank // 2] | {"streamed": {"gathered": ddp[0]["streamed"]["gathered"]}}, "contexts")
+    assert len(ddp[0]["streamed"]["gathered"]) == 48
+    assert not ddp[0]["streamed"]["said"]
 
 
 def test_what_processes_tell_each_other_is_that_of_ddp_of_two(folder):

@@ -32,6 +32,7 @@ def seen(tmp_path_factory):
     "loop",
     [
         "two_of_one_accelerator",
+        "models_taken_by_a_hook",
         "rolled_back",
         "state_from_the_beginning",
         "averages_and_a_teacher",

@@ -16,9 +16,11 @@ from accelerate.utils import set_seed
 from net import Net, make_loaders
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfo.accelerate import prepare_pipeline
 from tests.ranks import run_ranks
+from tests.saying import saying
 
 FOLDER = Path(sys.argv[1])
 loss_fn = nn.functional.cross_entropy
@@ -234,8 +236,24 @@ def uneven(name):
     return found
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(37.0))
+
+
+def streamed(name):
+    """Which samples metrics are made of, as streams are not dispatched, and what is said of that."""
+    accelerator, *_ = prepare(name)
+    accelerator.dataloader_config.dispatch_batches = False
+    with saying() as texts:
+        loader = accelerator.prepare(DataLoader(Stream(), batch_size=8))
+        gathered = [accelerator.gather_for_metrics(batch) for batch in loader]
+    said = [text for text in texts if "Stream in turn" in text]
+    return {"gathered": torch.cat(gathered).tolist(), "said": said}
+
+
 def contexts(name):
-    found = {"unsynced": unsynced(name), "uneven": uneven(name)}
+    found = {"unsynced": unsynced(name), "uneven": uneven(name), "streamed": streamed(name)}
     (FOLDER / f"contexts_{name}_{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -469,6 +469,32 @@ def two_of_one_accelerator():
     return {"begun": train_both(save=folder), "gone on": train_both(load=folder)}
 
 
+def models_taken_by_a_hook():
+    """A hook of one's own loads the models, and takes them from the list, as Accelerate says it should."""
+    folder = FOLDER / f"hook_{'pipeline' if is_pipeline() else 'model'}"
+    accelerator, model = make_accelerator(), make_net()
+    taken = []
+
+    def load(models, _):
+        while models:
+            taken.append(models.pop())
+
+    accelerator.register_load_state_pre_hook(load)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, _ = prepare(accelerator, model, optimizer, example_batch=train_loader()[0])
+    found = []
+    for number, batch in enumerate(train_loader()[:3]):
+        loss = model(**batch)["loss"]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+        if number == 1:
+            accelerator.save_state(folder)
+    accelerator.load_state(folder)  # but for the weights
+    return [*found, model.iteration if is_pipeline() else 2, [each is model for each in taken]]
+
+
 def averages_and_a_teacher():
     """An average of weights, one of states, and a prepared teacher that follows; within `whole_parameters`."""
     accelerator, model, teacher = make_accelerator(), make_net(), make_net()
@@ -593,6 +619,7 @@ LOOPS = (
     norms_of_gradients,
     accumulated_without_sync,
     two_of_one_accelerator,
+    models_taken_by_a_hook,
     rolled_back,
     state_from_the_beginning,
     averages_and_a_teacher,
