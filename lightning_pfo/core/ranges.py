@@ -129,3 +129,20 @@ def check_above(name: str, value: Any, low: float) -> None:
     """
     if not is_number(value) or not low < value < math.inf:
         raise ConfigurationError(f"{name} is above {low}; got {shortened(value)}.")
+
+
+def check_counts(**counts: Any) -> None:
+    """Check options that count something, where None leaves the number to the library.
+
+    Args:
+        counts: Their values, by name.
+
+    Raises:
+        ConfigurationError: If one is no whole number, or less than 1.
+    """
+    for name, value in counts.items():
+        if value is not None and not _COUNT.allows(value):
+            raise ConfigurationError(f"{name} is {_COUNT.rule}, or None; got {value!r}.")
+
+
+_COUNT = Quantity("a whole number, at least 1", "", 1, sys.float_info.max, is_whole=True)

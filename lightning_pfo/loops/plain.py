@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
+from lightning_pfo.core.ranges import check_counts
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ARGUMENTS, ModelCall, check_example
@@ -28,6 +28,7 @@ from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
 from lightning_pfo.strategy.build import build_pipeline
 from lightning_pfo.strategy.model.ownership import check_uncalled
+from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.tracing.dividing.cutting import LeadsBackError
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values
 from lightning_pfo.strategy.parallel import random_state
@@ -141,10 +142,8 @@ class PipelinedModel(ModelState):
         check_mesh_sizes(data_parallel_size, 1, dist.get_world_size())
         check_schedule_name(schedule)
         check_uncalled(hold_uncalled)
-        if num_microbatches is not None and not (isinstance(num_microbatches, Integral) and num_microbatches >= 1):
-            raise ConfigurationError(
-                f"num_microbatches is a whole number, at least 1, or None; got {num_microbatches!r}."
-            )
+        check_partition(partition)
+        check_counts(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, max_in_flight=max_in_flight)
         if split_batch is None:
             check_example(example_batch)
         meet_for_another()

@@ -57,7 +57,8 @@ def check_schedule_name(name: str) -> None:
     Raises:
         ConfigurationError: If there is none.
     """
-    if file_of(name) is None and name not in SCHEDULES and not name.startswith("envpipe:"):
+    is_text = isinstance(name, str)  # a setting may be anything
+    if not is_text or (file_of(name) is None and name not in SCHEDULES and not name.startswith("envpipe:")):
         raise ConfigurationError(f"Unknown schedule {name!r}; known schedules: {KNOWN_NAMES}.")
 
 

@@ -22,7 +22,7 @@ def check_partition(spec: str) -> None:
     Raises:
         PartitionError: If it does not.
     """
-    kind, colon, _ = spec.partition(":")
+    kind, colon, _ = spec.partition(":") if isinstance(spec, str) else ("", "", "")  # a setting may be anything
     if kind not in (_WITH_ARGUMENT if colon else _ALONE):
         raise _unknown(spec)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.core.ranges import check_counts
 from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, load_schedule
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
@@ -218,8 +219,7 @@ class PfoPipelineStrategy(StepStrategy):
         check_batch_norm(batch_norm)
         check_loaded_by(load_batches)
         self._load_batches = load_batches
-        if num_microbatches is not None and num_microbatches < 1:
-            raise ConfigurationError(f"num_microbatches must be at least 1; got {num_microbatches}.")
+        check_counts(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, max_in_flight=max_in_flight)
         order_file = file_of(schedule)
         if num_microbatches is None and order_file is not None:
             num_microbatches = load_schedule(order_file).num_microbatches
