@@ -25,7 +25,8 @@ def bytes_of_tensors():
     gc.collect()
     of_each = {}
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, nn.Parameter) and found.device.type == "cpu":  # others stand for these
+        is_plain = type(found) in (torch.Tensor, nn.Parameter)  # others stand for these
+        if is_plain and found.device.type == "cpu" and found.layout == torch.strided:
             storage = found.untyped_storage()
             of_each[storage.data_ptr()] = storage.nbytes()
     return sum(of_each.values())
