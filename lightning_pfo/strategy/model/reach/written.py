@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import WrittenError
-from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -44,12 +42,12 @@ class WrittenWeights:
     """Finds the parameters that were written into since this was made.
 
     Args:
-        parameters: Those of the model. Of other ranks' no values are here that could change, and divided ones change
-            as layers gather them.
+        parameters: Those of the model. Of other ranks' no values are here that could change, divided ones change as
+            layers gather them, and some of other classes have no memory of their own.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = [each for each in parameters if not (is_placeholder(each) or isinstance(each, DTensor))]
+        self._parameters = [each for each in parameters if type(each) is nn.Parameter and not each.is_meta]
         self._before = self._now()
         self._places: dict[int, str] = {}
 
