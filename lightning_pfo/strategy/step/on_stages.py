@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
 from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram
+from lightning_pfo.strategy.model.tracing.ends import WrittenError
 from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
 from lightning_pfo.strategy.parallel import random_state
@@ -99,6 +100,7 @@ class StepOnStages:
         self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
+        self._has_written: WrittenError | None = None
         watch_data(patches)
 
     @property
@@ -215,8 +217,8 @@ class StepOnStages:
             buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
                 of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
-                written = WrittenWeights(kept.flags.parameters if train and effects is not None else ())
-                with of_batch, earlier_runs.undone_if_it_fails(), written.watched():
+                parameters = kept.flags.parameters if train and effects is not None else ()
+                with of_batch, earlier_runs.undone_if_it_fails(), self._writes_known(parameters, programs):
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
                         programs,
@@ -228,7 +230,6 @@ class StepOnStages:
                         memory=memory,
                         differentiates=differentiates,
                     )
-                written.refuse(self.owner, (each for of_stages in programs for each in of_stages))
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()
                 kept.check_switched()
@@ -245,6 +246,25 @@ class StepOnStages:
                 if effects is None:
                     kept.discard()
         return programs
+
+    @contextmanager
+    def _writes_known(
+        self, parameters: Sequence[nn.Parameter], programs: Sequence[Sequence[StageProgram]]
+    ) -> Iterator[None]:
+        """Where a step runs: it writes into parameters as it was known to.
+
+        If it fails elsewhere, and has written here, it may run again, which is too late.
+        """
+        written = WrittenWeights(parameters)
+        try:
+            with written.watched():
+                yield
+        finally:
+            error = written.error(self.owner, (each for of_stages in programs for each in of_stages))
+            self._has_written = self._has_written or error
+        if parameters and self._has_written is not None:
+            error, self._has_written = self._has_written, None
+            raise error
 
     def run_by_units(
         self, of: StepOnBatch, recorder: LogRecorder, take: Callable[[Any, int], torch.Tensor], effects: Effects

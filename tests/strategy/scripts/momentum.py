@@ -78,6 +78,18 @@ class Later(InPlace):
         return self.loss(batch)
 
 
+class LaterOnAnotherWay(Later):
+    """The first stage does not find there what the trace has, so that the step is traced again, and would run again."""
+
+    def training_step(self, batch, batch_idx):
+        extra = 0
+        if batch_idx > 4:
+            with torch.no_grad():
+                self.predictor.bias.data.mul_(0.5)
+            extra = self.student[0](batch[0].roll(1, 1)).mean()
+        return self.loss(batch) + extra
+
+
 class AtTheEnd(Assigns):
     """Moves the teacher where only the last stage comes to."""
 
@@ -307,7 +319,7 @@ def run(number):
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
     found["refused"] = {}
-    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes, Later):
+    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes, Later, LaterOnAnotherWay):
         try:
             trainer_of(number, {}).fit(case(), loader)
         except ConfigurationError as error:

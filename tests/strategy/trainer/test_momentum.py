@@ -88,12 +88,13 @@ def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(traine
     assert trained["output"].count(f"writes into the parameter self.teacher.0.0.bias {said}") == 1
 
 
-def test_writing_that_the_first_batch_has_not_shown_is_refused_with_its_line(trained):
+@pytest.mark.parametrize(
+    ("case", "name"), [("Later", r"teacher\.\d\.0\.weight"), ("LaterOnAnotherWay", r"predictor\.bias")]
+)
+def test_writing_that_the_first_batch_has_not_shown_is_refused_with_its_line(trained, case, name):
     for rank in ("2_0", "2_1"):
-        refused = trained[rank]["refused"]["Later"]
-        assert re.search(
-            r"this one wrote into 'teacher\.\d\.0\.weight' \(.*momentum\.py, line \d+\) and has not", refused
-        )
+        refused = trained[rank]["refused"][case]
+        assert re.search(rf"this one wrote into '{name}' \(.*momentum\.py, line \d+\) and has not", refused)
 
 
 def test_a_rank_that_raises_alone_among_whole_parameters_is_named_by_the_others(tmp_path):

@@ -72,24 +72,21 @@ class WrittenWeights:
         changed = {id(p) for p, a, b in zip(self._parameters, now, self._before, strict=True) if a != b}
         return [each for each in self._parameters if id(each) in changed or id(each) in self._places]
 
-    def refuse(self, owner: nn.Module, programs: Iterable[StageProgram]) -> None:
-        """Refuse what was written without being known.
+    def error(self, owner: nn.Module, programs: Iterable[StageProgram]) -> WrittenError | None:
+        """What is said where something was written without being known, with its name and, if it is known, the line.
 
         Args:
             owner: The user's module.
             programs: What the step was known to do.
-
-        Raises:
-            WrittenError: If something was, with its name and, where that is known, the line.
         """
         found = self.found()
         known = _known(owner, programs) if found else set()
         unknown = [each for each in found if id(each) not in known]
         if not unknown:
-            return
+            return None
         name = next((name for name, each in owner.named_parameters() if each is unknown[0]), "")
         place = self._places.get(id(unknown[0]), "")
-        raise WrittenError(
+        return WrittenError(
             f"A step that writes into parameters does so from the first batch on, whose trace shows that it is to be "
             f"done once for a batch and not for each microbatch; this one wrote into {name!r}"
             f"{f' ({place})' if place else ''} and has not before. Write there in the first batch too, as it is "
