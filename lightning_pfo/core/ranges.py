@@ -142,7 +142,7 @@ def check_counts(**counts: Any) -> None:
     """
     for name, value in counts.items():
         if value is not None and not _COUNT.allows(value):
-            raise ConfigurationError(f"{name} is {_COUNT.rule}, or None; got {value!r}.")
+            raise ConfigurationError(f"{name} is {_COUNT.rule}, or None; got {shortened(value)}.")
 
 
 _COUNT = Quantity("a whole number, at least 1", "", 1, sys.float_info.max, is_whole=True)

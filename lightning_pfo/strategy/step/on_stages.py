@@ -217,8 +217,9 @@ class StepOnStages:
             buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
                 of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
-                parameters = kept.flags.parameters if train and effects is not None else ()
-                with of_batch, earlier_runs.undone_if_it_fails(), self._writes_known(parameters, programs):
+                counts = train and effects is not None
+                writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
+                with of_batch, earlier_runs.undone_if_it_fails(), writes:
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
                         programs,
@@ -253,7 +254,7 @@ class StepOnStages:
     ) -> Iterator[None]:
         """Where a step runs: it writes into parameters as it was known to.
 
-        If it fails elsewhere, and has written here, it may run again, which is too late.
+        Where another rank's error lets the step run again, and it has written here, that is said after the second run.
         """
         written = WrittenWeights(parameters)
         try:
@@ -262,7 +263,7 @@ class StepOnStages:
         finally:
             error = written.error(self.owner, (each for of_stages in programs for each in of_stages))
             self._has_written = self._has_written or error
-        if parameters and self._has_written is not None:
+        if self._has_written is not None:
             error, self._has_written = self._has_written, None
             raise error
 

@@ -291,7 +291,9 @@ def _stack(values: Sequence[Any]) -> torch.Tensor:
 def _whole(value: torch.Tensor, values: Sequence[tuple[int, Any]]) -> torch.Tensor:
     """A value as the integer that the step has logged as a tensor, of which Lightning warns."""
     are_integers = all(isinstance(each, torch.Tensor) and not each.dtype.is_floating_point for _, each in values)
-    return value.to(torch.int64) if are_integers and value.numel() == 1 and float(value) % 1 == 0 else value
+    if not are_integers or value.device.type != "cpu":  # nobody waits for a device for the sake of a warning
+        return value
+    return value.to(torch.int64) if value.numel() == 1 and float(value) % 1 == 0 else value
 
 
 # ---- what replicas log ----

@@ -48,7 +48,8 @@ def sample_of(batch: Any) -> int:
     code = 0
     for _, leaf in islice(leaves_of(batch), _SAMPLED_LEAVES):
         if isinstance(leaf, (str, bytes, int, float, np.generic)):
-            code = zlib.crc32(repr(leaf)[:_SAMPLED].encode(errors="surrogatepass"), code)
+            told = leaf[:_SAMPLED] if isinstance(leaf, (str, bytes)) else leaf
+            code = zlib.crc32(repr(told).encode(errors="surrogatepass"), code)
         elif type(leaf) is torch.Tensor and leaf.layout == torch.strided and not leaf.is_nested:
             code = zlib.crc32(bytes(map((0xFF).__and__, leaf.shape)), code)
             if leaf.device.type == "cpu" and leaf.is_contiguous() and not (leaf.is_quantized or leaf.is_complex()):
@@ -56,7 +57,7 @@ def sample_of(batch: Any) -> int:
                 as_integers = elements.view(_INTEGERS[elements.element_size()])  # type: ignore[no-untyped-call]
                 code = zlib.crc32(as_integers.numpy().data, code)
         elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-            code = zlib.crc32(leaf.ravel()[:: 1 + leaf.size // _SAMPLED].tobytes(), code)
+            code = zlib.crc32(leaf.flat[:: 1 + leaf.size // _SAMPLED].tobytes(), code)
     return code
 
 
