@@ -68,7 +68,7 @@ class _Posted:
 
 def goes_by_host(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether the group's backend cannot transfer this tensor from or into the memory where it is."""
-    return tensor.device.type != "cpu" and dist.get_backend(group) == "gloo"
+    return not tensor.is_cpu and dist.get_backend(group) == "gloo"
 
 
 def _on_host(tensor: torch.Tensor, holds_data: bool) -> torch.Tensor:

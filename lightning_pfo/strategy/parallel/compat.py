@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import CellType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -236,12 +236,12 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     """A module and all within it, as `modules()` lists them, but in another order and in a third of the time."""
     found = {module: None}
     queue = [module]
-    while queue:
-        for child in queue.pop()._modules.values():
+    for each in queue:
+        for child in each._modules.values():
             if child is not None and child not in found:
                 found[child] = None
                 queue.append(child)
-    return list(found)
+    return queue
 
 
 def accumulation_hooks_of(parameter: nn.Parameter) -> dict[int, Callable[[nn.Parameter], None]]:
@@ -315,7 +315,8 @@ def kind_of_operation(operation: Any) -> str:
 
     Of one of labels also whether classes have weights.
     """
-    kind = f"{operation.name()} {getattr(operation, '_saved_reduction', '')}"
+    saved = _saved_by(operation.__class__)
+    kind = f"{operation.name()} {operation._saved_reduction if '_saved_reduction' in saved else ''}"
     is_weighted = _is_of_labels(operation) and operation._saved_weight is not None
     return f"{kind} by class" if is_weighted else kind
 
@@ -330,11 +331,18 @@ def ignored_label_of(operation: Any) -> int | None:
 
 def target_of(operation: Any) -> torch.Tensor | None:
     """The labels, or other targets, that a loss in autograd's graph was computed for; None of other operations."""
-    return getattr(operation, "_saved_target", None)
+    return operation._saved_target if "_saved_target" in _saved_by(operation.__class__) else None
 
 
 def _is_of_labels(operation: Any) -> bool:
-    return str(operation.name()).startswith("NllLoss")
+    return "_saved_ignore_index" in _saved_by(operation.__class__) and str(operation.name()).startswith("NllLoss")
+
+
+@lru_cache(maxsize=256)
+def _saved_by(kind: Any) -> frozenset[str]:
+    """Which of these an operation of a kind has saved; each class has its own, and to ask an object takes long."""
+    names = ("_saved_reduction", "_saved_target", "_saved_ignore_index")
+    return frozenset(name for name in names if hasattr(kind, name))
 
 
 def in_backward() -> bool:

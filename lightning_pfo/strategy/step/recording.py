@@ -112,7 +112,7 @@ class LogRecorder:
             raise self._refused(name, value, *args, **kwargs)
         kwargs.update(zip(BY_POSITION, args, strict=False))
         key = (name, 0)
-        while any(index == self.index for index, _ in self.values.get(key, ())):
+        while (values := self.values.get(key)) and values[-1][0] == self.index:  # a microbatch's come one by one
             key = (name, key[1] + 1)
         if kwargs.get("batch_size") is not None:
             self.batch_sizes.setdefault(key, {})[self.index] = kwargs["batch_size"]

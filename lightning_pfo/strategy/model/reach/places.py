@@ -99,7 +99,8 @@ class Places:
         self._seen: set[int] = set()
         self._classes: list[type] = []
         self._optimizing: dict[str, Any] = {}
-        self._names: dict[int, frozenset[str]] = {}
+        self._names: set[int] = set()
+        self._named: set[str] = set()
         self._asked_with = (-1, -1)
         self._owner = owner
         self._given = {id(module) for module in modules.values()}
@@ -151,10 +152,11 @@ class Places:
                     self._note((*path, key), value)
 
     def _is_named(self, name: str) -> bool:  # there are hundreds, and places are found for each batch
-        return any(name in names for names in self._names.values())
+        return name in self._named
 
     def _name(self, known: Known) -> None:
-        self._names[id(known)] = known.names
+        self._names.add(id(known))
+        self._named |= known.names
 
     def all_modules(self) -> list[nn.Module]:
         """`modules`, and those within them."""

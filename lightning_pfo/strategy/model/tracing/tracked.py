@@ -261,7 +261,7 @@ def plain_in_place(values: Any, _within: frozenset[int] = frozenset()) -> Any:
             return values
         return tuple([plain_in_place(value, _within) for value in values])
     if kind is list or kind is dict or isinstance(values, (list, dict, deque)):
-        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
+        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)) if values else ():
             if (now := plain_in_place(value, _within)) is not value:
                 values[key] = now
         if kind is list or kind is dict:

@@ -91,7 +91,7 @@ def node_of(
     if has_samples(value):
         return Node(path, value, size=num_samples(value, batch_dim))
     length = None if isinstance(value, tuple) and path in structure else _length_of(value)
-    if isinstance(value, (list, tuple)) and set(map(type, value)) <= set(PLAIN):  # of texts there may be thousands
+    if isinstance(value, (list, tuple)) and set(map(type, value)) <= PLAIN:  # of texts there may be thousands
         return Node(path, value, length=length)
     parts = parts_of(value, objects=objects and not (sliced and length is not None) and holds_tensors(value))
     if parts is None:

@@ -17,8 +17,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from lightning_pfo.core.errors import BatchError
 from lightning_pfo.strategy.model.tracing.forms.parts import attributes_of, found_in, leads_back
 
-PLAIN = (str, bytes, int, float, complex, bool, type(None))
+PLAIN: frozenset[type] = frozenset({str, bytes, int, float, complex, bool, type(None)})
 """Types of single values; lists may have thousands of them, so they are looked for first."""
+_LEAVES = PLAIN | {torch.Tensor, np.ndarray}
+_CONTAINERS = frozenset({list, tuple, dict})
+"""What most batches are made of; all of it is told by its type at once."""
 
 # ---- containers ----
 
@@ -47,6 +50,8 @@ def parts_of(value: Any, *, objects: bool = False) -> Parts | None:
     Returns:
         Its parts; None if it is no container.
     """
+    if type(value) is list or type(value) is tuple:  # most are
+        return _parts_of_row(value)
     if isinstance(value, Mapping):
         return _parts_of_mapping(value)
     if isinstance(value, torch.Size):
@@ -56,8 +61,7 @@ def parts_of(value: Any, *, objects: bool = False) -> Parts | None:
             [f".{name}" for name in value._fields], list(value), lambda parts: tuple.__new__(type(value), parts)
         )
     if isinstance(value, (list, tuple)):
-        names = [f"[{index}]" for index in range(len(value))]
-        return Parts(names, list(value), lambda parts: parts if type(value) is list else type(value)(parts))
+        return _parts_of_row(value)
     names = _attributes_of(value, objects=objects)
     if not names:
         return None
@@ -95,6 +99,11 @@ def _with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
     for name, attribute in attributes.items():
         object.__setattr__(changed, name, attribute)
     return changed
+
+
+def _parts_of_row(value: list[Any] | tuple[Any, ...]) -> Parts:
+    names = [f"[{index}]" for index in range(len(value))]
+    return Parts(names, list(value), lambda parts: parts if type(value) is list else type(value)(parts))
 
 
 def _parts_of_mapping(value: Mapping[Any, Any]) -> Parts:
@@ -135,13 +144,17 @@ def leaves_of(value: Any, path: str = "batch", _around: frozenset[int] = frozens
     Attributes of objects of other classes count too, where there is a tensor among them.
     """
     parts = None
-    if type(value) not in PLAIN and not has_samples(value) and id(value) not in _around:
+    if type(value) not in _LEAVES and not has_samples(value) and id(value) not in _around:
         parts = taken_apart(value)
     if parts is None:
         yield path, value
         return
+    around = _around | {id(value)}
     for name, part in zip(parts.names, parts.values, strict=True):
-        yield from leaves_of(part, path + name, _around | {id(value)})
+        if type(part) in _LEAVES:
+            yield path + name, part
+        else:
+            yield from leaves_of(part, path + name, around)
 
 
 def holds_tensors(value: Any) -> bool:
@@ -176,6 +189,8 @@ def has_samples(value: Any) -> bool:
 
     Tensors of all kinds, numpy arrays, packed sequences, TensorDicts, tables, batches of PyTorch Geometric.
     """
+    if type(value) in _CONTAINERS:
+        return False
     if isinstance(value, (torch.Tensor, np.ndarray, PackedSequence)):
         return True
     return _is_tensor_dict(value) or _is_graphs(value) or _is_table(value)

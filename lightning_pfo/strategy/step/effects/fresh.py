@@ -80,10 +80,14 @@ class Held:
         return within and any(part.is_written_into(within=True) for part in self.parts.values())
 
 
+_NOTHING_WITHIN: Mapping[Name, Held] = {}
+
+
 def held(value: Any) -> Held:
     """What a batch is before a step."""
-    mark = change_mark(value) if isinstance(value, torch.Tensor) else None
-    return Held(value, mark, {name: held(part) for name, part in _items_of(value)})
+    if isinstance(value, torch.Tensor):
+        return Held(value, change_mark(value), _NOTHING_WITHIN)
+    return Held(value, None, {name: held(part) for name, part in _items_of(value)})
 
 
 def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...], Any]]:
@@ -91,7 +95,7 @@ def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...],
     if before is None or value is not before.value or before.is_written_into():
         yield (), value
         return
-    for name, part in _items_of(value):
+    for name, part in () if isinstance(value, torch.Tensor) else _items_of(value):
         for path, found in written(part, before.parts.get(name)):
             yield (name, *path), found
 
@@ -114,8 +118,6 @@ def put(batch: Any, path: Sequence[Name], value: Any) -> None:
 
 def _items_of(value: Any) -> Iterator[tuple[Name, Any]]:
     """The parts of a container, each with how it is reached from there."""
-    if isinstance(value, torch.Tensor):  # most are
-        return
     if isinstance(value, Mapping):
         for key in list(value.keys()):  # of a TensorDict too
             if (part := value[key]) is value[key]:  # others make it when they are asked

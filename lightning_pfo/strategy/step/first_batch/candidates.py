@@ -46,7 +46,9 @@ def labels_with_gaps(parts: Sequence[Any], ignored: Collection[int], *, are_shif
     return [Labels(path, shift, label) for shift in (are_shifted, not are_shifted) for path, label in named]
 
 
-def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = ()) -> list[Labels]:
+def labels_without_gaps(
+    batch: Any, owner: nn.Module, known: Collection[int] = (), size: int | None = None
+) -> list[Labels]:
     """What else a loss may be a mean over, the likelier first.
 
     What is no padding or not masked; classes that have weights; what has weights or lengths itself; and rows of tensors
@@ -57,6 +59,7 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
         batch: The batch.
         owner: The user's module, which may have weights of classes itself or in modules without parameters.
         known: Labels that losses were seen to leave out.
+        size: How many samples it has: lists of other lengths have no item for each. None: nobody knows.
     """
     found = [(path, torch.as_tensor(leaf)) for path, leaf in leaves_of(batch) if has_values(leaf)]
     found = [(path, leaf) for path, leaf in found if leaf.numel()][:_MOST_LEAVES]
@@ -78,7 +81,8 @@ def labels_without_gaps(batch: Any, owner: nn.Module, known: Collection[int] = (
             labels += [Labels(path, shift, *way) for way in ways for shift in may_be_shifted]
         if _may_be_weights(leaf):
             weights += [Labels(path, shift, are_weights=True) for shift in may_be_shifted or (False,)]
-    rows = [Labels(path, False, are_rows=True) for path in rows_of_items(batch)]
+    of_items = rows_of_items(batch).items()
+    rows = [Labels(path, False, are_rows=True) for path, each in of_items if size in (None, len(each))]
     return labels + weights + rows[:_MOST_ROWS]
 
 

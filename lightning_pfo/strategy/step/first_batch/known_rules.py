@@ -127,11 +127,12 @@ class KnownRules:
         others = set[Labels]()
         if self._labels.get(of.source) is None:
             others = (self._others_in(leaves) | self._watched[of.source]) - self._told[of.source]
-        if not others and not have_gaps((leaf for leaf in leaves.values() if not may_be_targets(leaf)), ignored):
+        has_some = have_gaps((leaf for leaf in leaves.values() if not may_be_targets(leaf)), ignored)
+        if not others and not has_some:
             return set()
         of_samples = shares_of(parts.sizes, parts.sizes)
-        found = labels_with_gaps(parts.parts, ignored, are_shifted=batching.shifted_labels)
-        found += others
+        shifts = batching.shifted_labels
+        found = [*others, *(labels_with_gaps(parts.parts, ignored, are_shifted=shifts) if has_some else ())]
         unequal = {labels for labels in found if self.weights_by(labels, parts.parts, parts.sizes) != of_samples}
         self._told[of.source] |= others & unequal  # once: nobody has said that they have no part
         return {(labels.path, labels.ignored) for labels in unequal}

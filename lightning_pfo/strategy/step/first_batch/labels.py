@@ -177,7 +177,8 @@ class LabelChoice:
         others: list[Labels] | None = None
         for each in ran:
             if others is None:
-                found = labels_without_gaps(each.of.batch, self._owner, self._rules.ignored) if each.pairs else []
+                batch, size = each.of.batch, each.of.parts.size
+                found = labels_without_gaps(batch, self._owner, self._rules.ignored, size) if each.pairs else []
                 found = with_least(found, each.parts.parts)
                 others = list(dict.fromkeys(labels for told in self._rehearsal.tell(found) for labels in told))
             distances = self._tried(each, others, distance).distances
