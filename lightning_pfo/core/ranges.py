@@ -145,4 +145,18 @@ def check_counts(**counts: Any) -> None:
             raise ConfigurationError(f"{name} is {_COUNT.rule}, or None; got {shortened(value)}.")
 
 
+def check_switches(**switches: Any) -> None:
+    """Check options that are switched on or off: `check_loss="no"` would be on.
+
+    Args:
+        switches: Their values, by name.
+
+    Raises:
+        ConfigurationError: If one is neither true nor false.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, Integral) or value not in (0, 1):
+            raise ConfigurationError(f"{name} is True or False; got {shortened(value)}.")
+
+
 _COUNT = Quantity("a whole number, at least 1", "", 1, sys.float_info.max, is_whole=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -85,3 +86,24 @@ def refuse_grad(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patch
             )
 
     heed_differentiation(refuse, patches)
+
+
+def refuse_ddp(kind: type[nn.Module], patches: Patches) -> None:
+    """Refuse to wrap a pipelined model, of which each rank holds other parameters.
+
+    Args:
+        kind: The class of pipelined models.
+        patches: When it is closed, nothing is refused.
+    """
+    make = DistributedDataParallel.__init__
+
+    def refuse(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, kind):
+            raise ConfigurationError(
+                "A pipeline averages the gradients of its replicas itself, and its ranks hold different parameters, so "
+                "that DistributedDataParallel has nothing to average. Use the pipelined model as it is; more replicas "
+                "are made by data_parallel_size=2."
+            )
+        make(ddp, module, *args, **kwargs)
+
+    patches.set(DistributedDataParallel, "__init__", refuse)

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.events import InstructionSource
-from lightning_pfo.core.ranges import check_counts
+from lightning_pfo.core.ranges import check_counts, check_switches
 from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ARGUMENTS, ModelCall, check_example
 from lightning_pfo.loops.inputs import InputsWithGraph
-from lightning_pfo.loops.noticing import check_at_first_step, refuse_grad, tell_of_norms
+from lightning_pfo.loops.noticing import check_at_first_step, refuse_ddp, refuse_grad, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
@@ -133,6 +133,7 @@ class PipelinedModel(ModelState):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        refuse_pipelined(module)
         if not dist.is_initialized():
             raise ConfigurationError(
                 "A pipeline runs on the processes of torch.distributed, and there is no process group. Start the "
@@ -144,6 +145,7 @@ class PipelinedModel(ModelState):
         check_uncalled(hold_uncalled)
         check_partition(partition)
         check_counts(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, max_in_flight=max_in_flight)
+        check_switches(check_loss=check_loss)
         if split_batch is None:
             check_example(example_batch)
         meet_for_another()
@@ -202,6 +204,7 @@ class PipelinedModel(ModelState):
         )
         clip_for_torch(self._norms, within_step, self.patches)
         refuse_grad(self.parameters, self.patches)
+        refuse_ddp(PipelinedModel, self.patches)
         if self._mesh.num_ranks > 1:
             tell_of_norms(self.parameters, self.patches)
             check_at_first_step(self.parameters, self.patches)
@@ -461,3 +464,17 @@ def _default_device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def refuse_pipelined(module: nn.Module) -> None:
+    """Refuse a module that is on a pipeline already, or has one within it.
+
+    Raises:
+        ConfigurationError: If so.
+    """
+    if any(isinstance(each, PipelinedModel) for each in module.modules()):
+        raise ConfigurationError(
+            "This model is on a pipeline already, whose ranks hold its layers. Use it as it is; to divide it in "
+            "another way, call its release() on every rank and give a new module, which load_state_dict fills with "
+            "what full_state_dict() has gathered before."
+        )

@@ -29,6 +29,7 @@ from lightning_pfo.strategy.model.memory import memory_of, warnings_of
 from lightning_pfo.strategy.model.ownership import (
     check_initialised,
     check_scripted,
+    check_unwrapped,
     local_parameters,
     move_local_tensors,
     parameters_by_end,
@@ -171,6 +172,7 @@ def build_pipeline(
         check_shardable(sharding, sample)
     if sample.num_stages > 1:
         check_scripted(model)
+        check_unwrapped(model)
         tell_of_counted(model)
     placement = [sample.rank_of(stage) for stage in range(sample.num_stages)]
     stages = sample.stages_of(dist.get_rank(group))

@@ -3,11 +3,23 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
-from lightning_pfo.core.ranges import CLOCK, ENERGY, ERROR, POWER, TIME, check_above, check_between, check_whole, items
+from lightning_pfo.core.ranges import (
+    CLOCK,
+    ENERGY,
+    ERROR,
+    POWER,
+    TIME,
+    check_above,
+    check_between,
+    check_switches,
+    check_whole,
+    items,
+)
 
 NO_NUMBERS = [None, True, False, "1", b"1", [1], (1,), {1: 1}, 1j, object(), np.bool_(True), np.array([1.0, 2.0])]
 
@@ -52,3 +64,10 @@ def test_settings_of_any_type_pass_or_are_refused(value):
             continue
         assert isinstance(value, (int, float))
         assert 0 <= value < math.inf
+
+
+@pytest.mark.parametrize("value", ["no", "", None, 2, 1.0, [], torch.tensor(True)])
+def test_switches_are_true_or_false(value):
+    check_switches(check_loss=True, compile=False, precise_gradients=0)
+    with pytest.raises(ConfigurationError, match=r"^compile is True or False; got "):
+        check_switches(check_loss=True, compile=value)

@@ -41,6 +41,11 @@ def refusals(tmp_path_factory):
         ("other_batches_later", "BatchError", r"ranks \[1\] received another one than rank 0"),
         ("other_norm", "ConfigurationError", r"norm_type above 0, or inf; got 0"),
         ("prepared_model", "ConfigurationError", r"Leave the model out of accelerator\.prepare"),
+        ("wrapped_in_ddp", "ConfigurationError", r"'module' is wrapped in DistributedDataParallel.*model\.module"),
+        ("ddp_around", "ConfigurationError", r"has nothing to average.*data_parallel_size=2"),
+        ("pipelined_again", "ConfigurationError", r"on a pipeline already.*release\(\)"),
+        ("prepared_again", "ConfigurationError", r"on a pipeline already.*release\(\)"),
+        ("text_for_a_switch", "ConfigurationError", r"check_loss is True or False; got 'no'\."),
         (
             "prepared_stream",
             "ConfigurationError",
@@ -98,6 +103,10 @@ def test_what_is_like_the_refused_goes_on(refusals):
         assert rank["gradients_by_an_input"]
         assert rank["devices"] == ["cpu"]  # of placeholders too, whatever number the device was given with
     assert refusals[0]["optimizer_saved_together"] == 13  # of 14 parameters one is frozen
+
+
+def test_what_was_gathered_stays_as_it_is(refusals):
+    assert refusals[0]["kept_states"] == [True, True, False]
 
 
 def test_accelerates_own_compiling_is_told_to_have_no_effect(refusals):

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_pfo.core.errors import ConfigurationError
@@ -74,6 +75,21 @@ def check_scripted(root: nn.Module) -> None:
                 f"Each rank holds the parameters of its own stages, and those of modules made by torch.jit cannot be "
                 f"taken away; {name!r} is one ({module.original_name}). Give the module as it was before "
                 f"torch.jit.script; compile=True compiles layers."
+            )
+
+
+def check_unwrapped(root: nn.Module) -> None:
+    """Check that nothing in a module brings together what processes compute, as if each held all of it.
+
+    Raises:
+        ConfigurationError: If DistributedDataParallel or DataParallel does.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            raise ConfigurationError(
+                f"A pipeline divides the layers of a model, and averages gradients over its replicas itself; "
+                f"{name!r} is wrapped in {type(module).__name__}. Give what is within it (model.module); "
+                f"data_parallel_size=2 makes two replicas."
             )
 
 

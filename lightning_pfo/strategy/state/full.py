@@ -201,7 +201,7 @@ def _owners(
 def gather_tensors(
     local: Mapping[Key, Any], last_rank: int, group: dist.ProcessGroup | None, changed: Collection[Key] = ()
 ) -> dict[Key, Any]:
-    """Values of all ranks of `group` on the world's first rank, in CPU memory; a collective call of all ranks.
+    """Copies of the values of all ranks of `group` on the first one, in CPU memory; a collective call of all ranks.
 
     Tensors are put together and sent one at a time, by the rank that owns them.
 
@@ -226,7 +226,8 @@ def gather_tensors(
         for key, layout in part.items():
             if rank == 0:
                 value = _whole(local[key])
-                gathered[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+                # a copy, as what comes from others: training goes on
+                gathered[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             elif isinstance(layout, _Layout):
                 buffer = layout.empty(device)
                 if layout.num_bytes:

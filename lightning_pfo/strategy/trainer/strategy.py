@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.core.ranges import check_counts
+from lightning_pfo.core.ranges import check_counts, check_switches
 from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, load_schedule
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
@@ -220,6 +220,13 @@ class PfoPipelineStrategy(StepStrategy):
         check_loaded_by(load_batches)
         self._load_batches = load_batches
         check_counts(num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, max_in_flight=max_in_flight)
+        check_switches(
+            shard_offload=shard_offload,
+            offload_activations=offload_activations,
+            compile=compile,
+            check_loss=check_loss,
+            precise_gradients=precise_gradients,
+        )
         order_file = file_of(schedule)
         if num_microbatches is None and order_file is not None:
             num_microbatches = load_schedule(order_file).num_microbatches

@@ -251,8 +251,56 @@ def gradients_of_something_else():
     model.release()
 
 
+def wrapped_in_ddp():
+    PipelinedModel(nn.parallel.DistributedDataParallel(Net()), loss_fn)
+
+
+def ddp_around():
+    model = PipelinedModel(Net(), loss_fn, pipeline_module="layers")
+    try:
+        nn.parallel.DistributedDataParallel(model)
+    finally:
+        model.release()
+        nn.parallel.DistributedDataParallel(Net())  # others may
+
+
+def pipelined_again():
+    model, _ = trained()
+    PipelinedModel(nn.Sequential(model), loss_fn)
+
+
+def prepared_again():
+    model, _ = trained()
+    prepare_pipeline(Accelerator(cpu=True), model, loss_fn=loss_fn)
+
+
+def text_for_a_switch():
+    PipelinedModel(Net(), loss_fn, check_loss="no")
+
+
+def kept_states():
+    """What was gathered stays as it is while training goes on, whoever had it."""
+    model, optimizer = trained()
+    state, of_optimizer = model.full_state_dict(), model.full_optimizer_state(optimizer)
+    before = [float(value.sum()) for value in state.values()]
+    before_of_optimizer = str(of_optimizer.get("state"))
+    model.step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    optimizer.step()
+    results["kept_states"] = [
+        before == [float(value.sum()) for value in state.values()],
+        before_of_optimizer == str(of_optimizer.get("state")),
+        before == [float(value.sum()) for value in model.full_state_dict().values()],
+    ]
+
+
 CASES = (
     other_batches,
+    wrapped_in_ddp,
+    ddp_around,
+    pipelined_again,
+    prepared_again,
+    text_for_a_switch,
+    kept_states,
     other_batches_later,
     other_norm,
     prepared_model,
