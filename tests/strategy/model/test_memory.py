@@ -158,6 +158,29 @@ def test_a_module_that_shares_what_it_uses_is_refused_without_a_way_out_that_is_
     assert "hold_uncalled" not in str(refused.value)  # it is stage 0 that has it, either way
 
 
+def test_what_no_stage_has_together_is_named():
+    def step(owner):
+        return owner.model(torch.ones(2, 4)).mean() + owner.teacher(torch.ones(2, 4)).mean()
+
+    def averages(owner):
+        with torch.no_grad():
+            owner.teacher[1].weight.mul_(0.9).add_(owner.model[0].weight, alpha=0.1)
+        return step(owner)
+
+    root = Holder(model=layers(4, 4), teacher=layers(4, 4))
+    split, followed = divide(root, step, (0, 2, 3, 4))
+    followed.step = lambda: averages(root)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"model\.0\.weight', which stage 0 has, is used together"
+        ) as refused:
+            split.stages(followed.trace())
+    finally:
+        followed.close()
+    assert "with 'teacher.1.weight', which stage 2 has. Move the boundaries" in str(refused.value)
+    assert "in training from the first batch on" in str(refused.value)
+
+
 def test_a_heavy_stage_is_named_with_boundaries_that_are_better():
     root = Holder(layers(*[16] * 6))
     memory, (warning,) = of(root, chain, (0, 4, 5, 6))

@@ -104,13 +104,10 @@ def stages_by_owner(
         lowest = max([floor, *(stage_of[before] for before in needed)])
         for name, stages in bound[position]:
             if max(stages) < lowest:
-                raise LeadsBackError(
-                    leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest)
-                )
+                raise LeadsBackError(leads_back(name, max(stages), _previous(bound, stage_of, lowest), lowest))
         have = [stage for stage in range(lowest, num_stages) if all(stage in stages for _, stages in bound[position])]
         if not have:
-            name, stages = bound[position][0]
-            raise LeadsBackError(leads_back(name, max(stages), _previous(bound, stage_of, position, lowest), lowest))
+            raise LeadsBackError(_apart(bound[position]))
         stage_of[position] = have[0]
         if trace.events[position].reads and not trace.events[position].of_metric:  # Python goes on by it
             floor = have[0]
@@ -154,9 +151,20 @@ def _with_differentiation(trace: Trace, flow: Flow, bound: Sequence[Bound], stag
                 stage_of[position] = stage
 
 
-def _previous(bound: Sequence[Bound], stage_of: StageOf, position: int, stage: int) -> str:
-    found = [before for before, of in stage_of.items() if of == stage and bound[before]]
-    return bound[max(found)][-1][0] if found else "what it needs"
+def _previous(bound: Sequence[Bound], stage_of: StageOf, stage: int) -> str:
+    """What was used on a stage last; events are on later ones than the first for the sake of such things only."""
+    return bound[max(before for before, of in stage_of.items() if of == stage and bound[before])][-1][0]
+
+
+def _apart(bound: Bound) -> str:
+    """What is said where one event needs what no stage has together."""
+    (name, stages), *others = sorted(bound, key=lambda each: max(each[1]))
+    other, elsewhere = others[-1]
+    return (
+        f"One stage computes each operation, but {name!r}, which stage {max(stages)} has, is used together with "
+        f"{other!r}, which stage {min(elsewhere)} has. Move the boundaries with partition='custom:...' so that one "
+        f"stage has both."
+    )
 
 
 def _check(trace: Trace, stage_of: StageOf) -> None:
