@@ -138,6 +138,37 @@ class Constrains(Assigns):
         return self.loss(batch)
 
 
+class Quantises(Assigns):
+    """Trains by rounded weights: remembers those of all layers, and gives each rank's own back after backward."""
+
+    def training_step(self, batch, batch_idx):
+        self.remembered = [p.detach().clone() for p in self.student.parameters()]
+        before = [p.detach().clone() for p in self.predictor.parameters()]
+        with torch.no_grad():
+            for p in (*self.student.parameters(), *self.predictor.parameters()):
+                p.copy_((p / 0.1).round() * 0.1)
+        del before
+        return self.loss(batch)
+
+    def on_after_backward(self):
+        for p, before in zip(self.student.parameters(), self.remembered, strict=True):
+            if not p.is_meta:
+                p.data.copy_(before)
+
+
+class ConstrainsTied(Assigns):
+    """Writes into a weight of two layers, which two stages may have."""
+
+    def __init__(self):
+        super().__init__()
+        self.student[3][0].weight = self.student[0][0].weight
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.student[0][0].weight.clamp_(-0.1, 0.1)
+        return self.loss(batch)
+
+
 class ConstrainsByBatch(Assigns):
     """Writes something else for each microbatch."""
 
@@ -290,6 +321,9 @@ CASES = {
     "two views": (TwoViews, {}),
     "two views, several stages": (TwoViews, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains": (Constrains, {}),
+    "constrains tied": (ConstrainsTied, {}),
+    "quantises": (Quantises, {}),
+    "quantises, several stages": (Quantises, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains, several stages": (Constrains, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "of several stages": (AtTheEnd, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "of the whole batch": (Assigns, {"schedule": "gpipe", "loss_over": "batch"}),
@@ -319,9 +353,10 @@ def run(number):
         held = {key: p.tolist() for key, p in module.named_parameters() if not p.is_meta}
         found[name] = {"losses": module.losses, "held": held}
     found["refused"] = {}
-    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, Prunes, Later, LaterOnAnotherWay):
+    for case in (Alone, LogsNorm, LogsNormOfState, ConstrainsByBatch, ConstrainsTied, Prunes, Later, LaterOnAnotherWay):
+        options = CASES["constrains, several stages"][1] if case is ConstrainsTied else {}
         try:
-            trainer_of(number, {}).fit(case(), loader)
+            trainer_of(number, options).fit(case(), loader)
         except ConfigurationError as error:
             found["refused"][case.__name__] = str(error)
     trainer_of(number, {}).fit(FollowsTheBatch(), loader)  # which is told of

@@ -23,6 +23,9 @@ CASES = (
         "prunes masked",
         "constrains",
         "constrains, several stages",
+        "constrains tied",
+        "quantises",
+        "quantises, several stages",
     ),
 )
 SCRIPT = Path(__file__).parents[1] / "scripts" / "momentum.py"
@@ -53,7 +56,8 @@ def test_parameters_that_steps_and_hooks_write_into_are_those_of_one_device(trai
 
 
 @pytest.mark.parametrize(
-    "case", ["Assigns", "InPlace", "AtTheEnd", "beside", "two views", "constrains", "constrains, several stages"]
+    "case",
+    ["Assigns", "InPlace", "AtTheEnd", "beside", "two views", "constrains", "constrains, several stages", "quantises"],
 )
 def test_ranks_hold_no_weights_that_are_used_elsewhere(trained, case):
     first, last = (trained[rank][case]["held"] for rank in ("2_0", "2_1"))
@@ -86,6 +90,17 @@ def test_writing_something_else_for_each_microbatch_is_refused_or_told_of(traine
         refused = trained[rank]["refused"]["ConstrainsByBatch"]
         assert f"writes into the parameter self.student.1.0.weight {said}" in refused
     assert trained["output"].count(f"writes into the parameter self.teacher.0.0.bias {said}") == 1
+
+
+def test_writing_into_a_weight_that_layers_of_several_stages_share_is_refused(trained):
+    for rank in ("2_0", "2_1"):
+        refused = trained[rank]["refused"]["ConstrainsTied"]
+        assert (
+            "'student.0.0.weight' is changed by what one stage computes, and then used by 'student.0', 'student.3'"
+            in refused
+        )
+        assert re.search(r"momentum\.py, line \d+|momentum\.py:\d+", refused)
+        assert "on_train_batch_start" in refused
 
 
 @pytest.mark.parametrize(

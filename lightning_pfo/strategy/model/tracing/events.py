@@ -223,6 +223,7 @@ class Trace:
         at_end: Names of parameters and buffers that are logged or returned.
         changes: For the names of parameters and buffers that what a stage computes changes, in place or by assigning
             them anew: the events, and the user's lines.
+        used_changed: For some of these names the units that have it, and are called after it was changed: the events.
         recomputed: Events of which activations are recomputed together, by `torch.utils.checkpoint`: first and behind
             the last.
         draws: Whether the step draws random numbers of its own after the first event.
@@ -260,6 +261,7 @@ class Trace:
     changed_everywhere: list[str] = field(default_factory=list)
     at_end: list[str] = field(default_factory=list)
     changes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    used_changed: dict[str, list[int]] = field(default_factory=dict)
     recomputed: list[tuple[int, int]] = field(default_factory=list)
     draws: bool = False
     selects: list[int] = field(default_factory=list)

@@ -243,6 +243,7 @@ class _TraceRun:
             self.trace.marks.append((unit, len(self.trace.events)))
         self.see(leaves)
         position = self._begin(event, [*leaves, *values_within(unit.module)])
+        self._as_values.note_unit(unit, position)
         self.trace.caches += [(position, unit, leaf) for leaf in leaves if is_cache(cast(Any, type(leaf)))]
         given = args, kwargs
         if sizes := labels_in(leaves):

@@ -44,13 +44,15 @@ class Obstacles:
 
     Args:
         trace: The step.
+        finds_home: Whether what the step does with weights is computed where their layers are, and not in the order of
+            calls.
 
     Attributes:
         undivided: What must not be cut: the first cut, the one behind the last, and why.
         together: Events that are of one stage, and why.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, finds_home: bool = False) -> None:
         self._trace = trace
         self._changed_at = trace.last_changes()
         self.undivided: list[tuple[int, float, str]] = [
@@ -60,7 +62,10 @@ class Obstacles:
             *_of_caches(trace),
             *_of_talking(trace),
         ]
-        self.together = list(_of_buffers(trace))
+        self.together: list[tuple[frozenset[int], str]] = [
+            *_of_buffers(trace),
+            *(() if finds_home else _of_changed(trace)),
+        ]
 
     def refusal(self, cut: int) -> str:
         """Why a step cannot be cut before an event; empty: it can."""
@@ -107,6 +112,19 @@ def _of_buffers(trace: Trace) -> Iterator[tuple[frozenset[int], str]]:
             f"{name!r} is changed by what one stage computes, but used on an earlier one as well, which runs the "
             f"next microbatch before it knows of the change. {line} Use a copy that changes after the batch "
             f"(on_train_batch_end); or {_MOVE}, so that one stage does both.",
+        )
+
+
+def _of_changed(trace: Trace) -> Iterator[tuple[frozenset[int], str]]:
+    """A layer uses its own weights and buffers, which are not sent."""
+    for name, uses in trace.used_changed.items():
+        first, line = min(trace.changes[name])
+        layers = dict.fromkeys(unit.name for position in uses for unit in trace.events[position].units)
+        yield (
+            frozenset([first, *uses]),
+            f"{name!r} is changed by what one stage computes, and then used by {', '.join(map(repr, layers))}, not on "
+            f"that stage alone; others do not know of the change within the batch. {line} Change it before the step "
+            f"(on_train_batch_start); or {_MOVE}, so that one stage has all of it.",
         )
 
 
@@ -217,7 +235,7 @@ def differentiates(line: str, error: object = "a boundary lies between them") ->
 
 def undivided(trace: Trace) -> frozenset[int]:
     """Of the layers that a step calls, those before which it cannot be cut: they stay with the one before."""
-    obstacles = Obstacles(trace)
+    obstacles = Obstacles(trace, finds_home=bool(trace.weights))
     return frozenset(
         number
         for number, (_, position) in enumerate(trace.marks)

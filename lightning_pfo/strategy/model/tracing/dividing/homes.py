@@ -32,7 +32,9 @@ class OfLayer:
 
 
 def homes_of(trace: Trace, flow: Flow, layers: Mapping[str, OfLayer]) -> dict[int, int]:
-    """The stages of events that need weights of one stage only, and make something small, or change the weights.
+    """The stages of events that need weights of one stage only.
+
+    Those that make something small, or what no event takes, or that need weights which the step changes.
 
     Args:
         trace: The step.
@@ -51,7 +53,8 @@ def homes_of(trace: Trace, flow: Flow, layers: Mapping[str, OfLayer]) -> dict[in
             continue
         (stages[position],) = needed
         num_bytes[position] = sum(num_bytes[each] for each in before) + sum(layers[n].num_bytes for n in event.held)
-        if _SMALLER * _made_bytes(trace, event) <= num_bytes[position]:
+        is_changed = not trace.changes.keys().isdisjoint(event.held)  # others hear of it after the batch
+        if _SMALLER * _made_bytes(trace, event) <= num_bytes[position] or is_changed or not flow.takers[position]:
             homes[position] = stages[position]
     changes = {event: layers[name].stage for name, of in trace.changes.items() if name in layers for event, _ in of}
     return homes | changes

@@ -251,6 +251,13 @@ class HeldAsValues:
         if self._trace.weights and isinstance(weight, nn.Parameter):
             self._changed[name] = weight
 
+    def note_unit(self, unit: Any, position: int) -> None:
+        """A unit is called that may have some which the step has changed before."""
+        changes = self._trace.changes
+        for name in self._held.names(named_tensors(unit.module).values()) if changes else ():
+            if name in changes:
+                self._trace.used_changed.setdefault(name, []).append(position)
+
     def use_changed(self, event: Event) -> None:
         """Note that the step goes on with weights that it has changed by itself, if an event that begins uses some."""
         changed = self._changed
