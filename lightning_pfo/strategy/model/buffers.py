@@ -68,11 +68,16 @@ class StepBuffers:
         self._looks = looks
         self.gone_on: set[str] = set()
         self.differing: set[str] = set()
-        self._written: dict[tuple[int, str], torch.Tensor] = {}
+        self._written: dict[tuple[int, bool, str], torch.Tensor] = {}
 
     @contextmanager
-    def of(self, stage: int) -> Iterator[None]:
-        """Let a stage change its own while the context is open."""
+    def of(self, stage: int, *, ends_here: bool = False) -> Iterator[None]:
+        """Let a stage change its own while the context is open.
+
+        Args:
+            stage: The stage.
+            ends_here: Whether the step runs to its end there; of one whose end runs on the whole batch that one does.
+        """
         with following(None):
             self.put_back(stage)
             if self._several:  # other objects, as autograd may have saved those of another microbatch
@@ -85,9 +90,11 @@ class StepBuffers:
             yield
         finally:
             with following(None):
-                self._note(stage, objects, looked_at)
+                self._note(stage, objects, looked_at, ends_here)
 
-    def _note(self, stage: int, objects: dict[str, torch.Tensor], looked_at: dict[str, torch.Tensor]) -> None:
+    def _note(
+        self, stage: int, objects: dict[str, torch.Tensor], looked_at: dict[str, torch.Tensor], ends_here: bool
+    ) -> None:
         """Note what a run of a stage has changed, given its tensors before."""
         for name, before in objects.items():
             now = self._get(name)
@@ -96,7 +103,7 @@ class StepBuffers:
         self._of_stage[stage] = dict(self._changed())
         now_there = self._looked_at(stage)
         self.gone_on |= {name for name, before in looked_at.items() if not _is_same(before, now_there[name])}
-        self._compare(stage)
+        self._compare(stage, ends_here)
         if self._several:  # stages that end the step before it changes a parameter may run later
             self._left[stage] = {name: tensor.detach().clone() for name, (tensor, *_) in self._parameters.items()}
 
@@ -128,7 +135,7 @@ class StepBuffers:
             if name not in self.differing:  # else a backward would take the values of another microbatch
                 restore_version()
 
-    def _compare(self, stage: int) -> None:
+    def _compare(self, stage: int, ends_here: bool) -> None:
         """Find parameters into which a microbatch has written something else than the one before.
 
         Raises:
@@ -139,7 +146,7 @@ class StepBuffers:
                 continue
             with torch.no_grad():
                 now = _print_of(tensor)
-                before = self._written.setdefault((stage, name), now)
+                before = self._written.setdefault((stage, ends_here, name), now)
                 if not _is_same(before, now):
                     if tensor.requires_grad:
                         raise ConfigurationError(writes_otherwise(name))

@@ -167,7 +167,7 @@ class StepOnStages:
             """Where the user's step runs; without a stage nothing is noted of it."""
             contexts: list[AbstractContextManager[Any]] = []
             if stage is not None and changes:
-                contexts.append(buffers.of(stage))
+                contexts.append(buffers.of(stage, ends_here=ends_here))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if metrics:
                 contexts.append(without_synchronisation(metrics))
@@ -205,7 +205,7 @@ class StepOnStages:
                     when_calling()
             changes: dict[str, int | None] = {}
             for of_stages, whole_step in found:
-                changes |= changes_on_the_way(whole_step or of_stages, last)
+                changes |= changes_on_the_way(whole_step or of_stages, last, self.owner)
             kept.leave_alone(changes)
             self.layers.of_step = changes
             if whole is not None:

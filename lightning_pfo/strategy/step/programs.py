@@ -355,18 +355,20 @@ def _prints_of(found: Sequence[Phases]) -> Prints:
     return Prints(*(zlib.crc32(repr((alike, told)).encode()) for told in (by_label, by_order, by_content)))
 
 
-def changes_on_the_way(programs: Sequence[StageProgram], last: int) -> dict[str, int | None]:
-    """The buffers that a step changes before its end, and the stages that do; what its end changes is left by it.
+def changes_on_the_way(programs: Sequence[StageProgram], last: int, owner: nn.Module) -> dict[str, int | None]:
+    """What a step changes before its end, and the stages that do; buffers of its own that its end changes it leaves.
 
     Args:
         programs: What the stages do; and then what its end does on the whole batch, on the last stage's rank.
         last: The last stage.
+        owner: The user's module.
     """
+    own = dict(owner.named_buffers(recurse=False)).keys()
     end = len(programs) - 1
     return {
         name: stage if stage is None else min(stage, last)
         for name, stage in programs[0].changes.items()
-        if "." in name or stage not in (None, end) or programs[0].is_phase
+        if name not in own or stage not in (None, end) or programs[0].is_phase
     }
 
 

@@ -169,6 +169,25 @@ class ConstrainsTied(Assigns):
         return self.loss(batch)
 
 
+class OwnWeights(Assigns):
+    """Writes into parameters of the module itself, before layers use one, and after the loss was made of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.randn(8, 8) / 3)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.2)
+        loss = self.loss([batch[0] * self.scale])
+        loss = loss + (self.student(batch[0]) @ self.weight).square().mean()
+        self.weight.data.clamp_(min=0.0)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
 class ConstrainsByBatch(Assigns):
     """Writes something else for each microbatch."""
 
@@ -322,6 +341,9 @@ CASES = {
     "two views, several stages": (TwoViews, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains": (Constrains, {}),
     "constrains tied": (ConstrainsTied, {}),
+    "own": (OwnWeights, {}),
+    "own, several stages": (OwnWeights, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    "own, of the whole batch": (OwnWeights, {"schedule": "gpipe", "loss_over": "batch"}),
     "quantises": (Quantises, {}),
     "quantises, several stages": (Quantises, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     "constrains, several stages": (Constrains, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),

@@ -131,13 +131,14 @@ class MemoryForecast:
             microbatches.sizes,
             self.batching.batch_dim,
             wants_outputs,
-            changes_on_the_way(programs, last),
+            changes_on_the_way(programs, last, self.owner),
         )
         if whole is not None:
             # in which order rows are joined makes no difference
             joins = joins_of([of_stages[-1] for of_stages, _ in found], of_whole[-1], whole.sizes)
             end = End(of_whole[-1], whole.step, self.engine.device, seed)
-            tried = replace(tried, changes=changes_on_the_way(of_whole, last), end=end, joins=list(joins.values()))
+            changes = changes_on_the_way(of_whole, last, self.owner)
+            tried = replace(tried, changes=changes, end=end, joins=list(joins.values()))
         return self._of_iteration(tried, optimizers, keeps_gradients)
 
     def _of_iteration(self, tried: Tried, optimizers: Sequence[Optimizer], keeps_gradients: bool) -> RankMemory:

@@ -96,7 +96,9 @@ class RowOrder:
             programs = self._programs.of("order", microbatches, step, seed, train=False, whole=whole)
             *of_whole, end = programs[0][1]
             of_parts = [found for found, _ in programs]
-            changes = {n: s for _, each in programs for n, s in changes_on_the_way(each, engine.num_stages - 1).items()}
+            changes: dict[str, int | None] = {}
+            for _, each in programs:
+                changes |= changes_on_the_way(each, engine.num_stages - 1, self._owner)
             buffers = StepBuffers(self._owner, changes, len(engine.stages), self._users)  # a teacher that follows
             try:
                 engine.run([*of_parts, of_whole], step_seed, run_step, take, train=False)
