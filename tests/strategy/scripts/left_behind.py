@@ -714,10 +714,17 @@ class ByClass(Base):
         super().__init__()
         self.counts, self.scores, self.predictions = Counter(), defaultdict(list), {}
         self.bank, self.times_seen, self.histogram = torch.zeros(22, 4), np.zeros(22), torch.zeros(3)
+        self.totals, self.hits, self.confusion = [0] * 3, (0.0,) * 3, [[0, 0] for _ in range(3)]
+        self.register_buffer("turns", torch.tensor([3, 2, 3, 2]))  # one more looks like two rows in front
 
     def note(self, x, output, batch_idx):
+        self.turns[batch_idx] += 1
+        hits = list(self.hits)
         for row, of_row in zip(x, output, strict=True):
             number = int(row[0] > 0) + int(row[1] > 1)
+            self.totals[number] += 1
+            hits[number] += float(of_row[0] > 0)
+            self.confusion[number][int(of_row[1].item() > 0)] += 1
             self.counts[number] += 1
             self.scores[number].append(float(of_row[0]))
             index = int((row == DATA).all(1).nonzero()[0, 0])
@@ -725,10 +732,12 @@ class ByClass(Base):
             self.times_seen[index] += 1
             self.predictions[index] = float(of_row[1])
             self.histogram[number] += 1
+        self.hits = tuple(hits)
 
     def found(self):
         by_key = [dict(sorted(each.items())) for each in (self.counts, self.scores, self.predictions)]
-        return plain([*by_key, self.bank, self.times_seen, self.histogram])
+        in_lists = self.totals, self.hits, self.confusion
+        return plain([*by_key, self.bank, self.times_seen, self.histogram, *in_lists, self.turns])
 
 
 class Idioms(Base):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects import attributes
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.merge import Merge, queue_keeps
@@ -31,6 +32,28 @@ def test_a_queue_has_lost_its_first_items_and_goes_on(items, before, expected):
 @pytest.mark.parametrize(("value", "before", "expected"), [([2, 3], [6, 2], 0), ([5, 2, 3], [6, 5, 2], 2)])
 def test_a_number_that_was_the_last_before_makes_no_queue(value, before, expected):
     assert queue_keeps(value, 2, before) == expected
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+@pytest.mark.parametrize("before", [[3, 2, 2], [3.0, 2.0, 2.0]])
+def test_a_count_that_looks_like_a_row_in_front_makes_no_queue(before, kind):
+    rules = Rules()
+    merge = Merge((1, 1), (0.5, 0.5), rules)
+    one_more = torch.tensor([0, 1, 0]).to(torch.tensor(before).dtype)
+    rules.learn("self.counts as it grows", *[one_more] * 5)  # as a trace tells of any batch
+    after = kind([before[0], before[1] + 1, before[2]])
+    assert merge.values([after, after], kind(before), "self.counts").tolist() == [3, 3, 2]
+
+
+def test_lists_of_counters_go_on_as_tensors_do():
+    merge = Merge((2, 1), (2 / 3, 1 / 3))
+    assert merge.values([[4, 0, 2], [3, 0, 3]], [3, 0, 2], "self.totals") == [4, 0, 3]
+    assert merge.values([([4, 0], [2, 1]), ([3, 1], [2, 0])], ([3, 0], [2, 0]), "self.confusion") == ([4, 1], [2, 1])
+    assert merge.values([[1.5, 2.0], [3.5, 2.0]], [0.5, 2.0], "self.means") == pytest.approx([2.5 - 1 / 3, 2.0])
+    assert merge.values([[4, 1], [5]], [3, 1], "self.items") == [4, 1, 5]  # of other lengths
+    rules = Rules()
+    rules.learn("self.items", [1, 2], [3], [1, 2], [1, 2, 3])
+    assert Merge((2, 2), (0.5, 0.5), rules).values([[4, 2], [5, 6]], [3, 1], "self.items") == [4, 2, 5, 6]
 
 
 def rows(*numbers):

@@ -116,6 +116,9 @@ class Merge:
             queue = self._queue(values, before, place)
             if queue is not None:
                 return queue
+            counters = self._counters(values, before, place)
+            if counters is not None:
+                return counters
         if type(first) in (int, float):
             return self._numbers(values, before, place, holder)
         if isinstance(first, (torch.Tensor, np.ndarray)):
@@ -158,16 +161,39 @@ class Merge:
 
     def _queue(self, values: list[Any], before: Any, place: str) -> Any:
         """A queue with the latest of all microbatches, as one batch would have left it; None if these are none."""
-        if kept := self._kept(values, before):
+        kept = self._kept(values, before)
+        if kept and not self._counts_on(values, before, place):
             added = [value[keeps:] for value, keeps in zip(values, kept, strict=True)]
             return self._gone_on(added, before, place)[-max(map(len, values)) :]
         if not isinstance(before, (torch.Tensor, np.ndarray)) or not before.ndim:
             return None
-        if not (kept := self._kept(list(map(_turned, values)), _turned(before))):
+        kept = self._kept(list(map(_turned, values)), _turned(before))
+        if not kept or self._counts_on(values, before, place):
             return None
         latest = self._outputs([value[: len(value) - keeps] for value, keeps in zip(values, kept, strict=True)], place)
         together: Any = torch.cat if isinstance(before, torch.Tensor) else np.concatenate
         return together([latest, before])[: max(map(len, values))]  # they stand first
+
+    def _counters(self, values: list[Any], before: Any, place: str) -> Any:
+        """A list that has a number for each of some things, as for classes, and goes on as a tensor of these would.
+
+        None if it is none, as where there is an item for each sample, or a number has become less.
+        """
+        was, *now = map(_as_tensor, (before, *values))
+        if was is None or any(one is None or one.shape != was.shape or bool((one < was).any()) for one in now):
+            return None
+        if self._rules.of(place, values[0]) == "items":
+            return None
+        return _in_form_of(values[0], self._arrays(now, was, place).tolist())
+
+    def _counts_on(self, values: list[Any], before: Any, place: str) -> bool:
+        """Whether numbers that look like a queue grow alike with any batch: `[3, 2, 2]` counts on to `[3, 3, 2]`."""
+        first = values[0]
+        if not isinstance(first, (torch.Tensor, np.ndarray)) or not _is_number(before) or first.shape != before.shape:
+            return False
+        if _is_float(first) and all(bool((value == first).all()) for value in values):
+            return True  # a queue has got something else from each
+        return self._rules.of(place + GROWN, torch.as_tensor(first) - _start_of(before)) == "first"
 
     def _kept(self, values: list[Any], before: Any) -> list[int]:
         """What queues keep; nothing where one is none, as the first microbatch alone tells of most tensors."""
@@ -285,12 +311,37 @@ def growth_of(place: str, value: Any, before: Any) -> dict[str, Any]:
         value = list(value) if isinstance(value, deque) else value
         grows = type(before) is type(value) and not (is_array and getattr(value, "is_meta", False))
         found = {"": value[len(before) :] if grows and _goes_on(value, before) else value}
+        was, now = _as_tensor(before), _as_tensor(value)
+        if was is not None and now is not None and was.shape == now.shape:
+            found |= {GROWN: now - was, SET: now}
     return {place + how: of_value for how, of_value in found.items()}
 
 
 def _is_finite(value: Any) -> bool:
     """Whether something is a number that others may be added to: what is infinite was to be replaced."""
     return type(value) in (int, float) and math.isfinite(value)
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """A list or tuple of numbers, or of such lists, as a tensor; None if it is none."""
+    if type(value) not in (list, tuple) or not value or not _are_numbers(value):
+        return None
+    try:
+        found = np.array(value)
+    except ValueError:  # not as many in each
+        return None
+    return torch.from_numpy(found) if found.dtype in (np.int64, np.float64) else None
+
+
+def _are_numbers(value: Any) -> bool:
+    return type(value) in (int, float) or (type(value) in (list, tuple) and all(map(_are_numbers, value)))
+
+
+def _in_form_of(like: Any, value: Any) -> Any:
+    """Lists of numbers as lists or tuples of such numbers."""
+    if type(like) in (int, float):
+        return type(like)(value)
+    return type(like)(map(_in_form_of, like, value))
 
 
 def _switched(values: Sequence[Any], before: Any) -> Any:
