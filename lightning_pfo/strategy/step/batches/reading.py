@@ -9,7 +9,7 @@ Nothing in it says which, so this is the rule:
    of one kind and their tensors are not all of the batch size (images, dicts of boxes and labels). A tuple that is the
    batch itself is structure, and so is that of a call's arguments. Earlier batches tell what may be either in this
    one: a list that was as long in a batch of another size is structure, one that had tensors for each sample has them
-   again.
+   again, and one that had tensors of all samples has them again where a last batch has fewer.
 3. Where no tensor is outside of lists of samples, these say what the batch size is. Where both readings are possible,
    the one whose size the DataLoader is known to have is right; otherwise the first, and a warning says so if a mistake
    is likely. Where neither is possible, or nothing says which, the batch is refused.
@@ -56,11 +56,20 @@ class Known:
         structure: Paths of tuples that are no lists of samples, however long they are.
         lengths: Paths and lengths of lists that were as long in batches of other sizes.
         samples: Paths of lists that had a tensor, or several, for each sample.
+        columns: Paths and lengths of lists that had tensors of all samples, and were as long as the batch by chance.
     """
 
     structure: frozenset[str] = frozenset({"batch"})
     lengths: set[tuple[str, int | None]] = field(default_factory=set)
     samples: set[str] = field(default_factory=set)
+    columns: set[tuple[str, int | None]] = field(default_factory=set)
+
+    def are_columns(self, node: Node) -> bool:
+        """Whether a list has tensors of all samples again, of which a last batch has less than others had."""
+        if (node.path, node.length) not in self.columns or node.path in self.samples or node.length is None:
+            return False
+        sizes = {child.size for child in node.children}
+        return len(sizes) == 1 and 0 < (sizes.pop() or 0) < node.length
 
     def learn(self, reading: Reading) -> None:
         """Note how a batch was understood."""
@@ -70,6 +79,8 @@ class Known:
                     self.lengths.add((node.path, node.length))
                 elif node.has_tensors and node.path in reading.lists:
                     self.samples.add(node.path)
+                elif node.has_tensors:
+                    self.columns.add((node.path, node.length))
 
 
 def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: Known | None = None) -> Reading:
@@ -139,6 +150,7 @@ class _Found:
             self.is_firm = True
             return node.size == self.size
         is_long = node.length == self.size and (node.path, node.length) not in self.known.lengths
+        is_long = is_long and not self.known.are_columns(node)
         if is_long and node.may_be_samples and not _has_columns(node, self.size):
             sizes = {leaf.size for leaf in node.sized()}
             is_known = node.path in self.known.samples

@@ -186,3 +186,14 @@ def test_many_samples_of_different_sizes_are_read_in_little_more_than_one_pass()
     parts = split_batch({"y": zeros(200), "points": points}, 4)
     assert [len(part["points"]) for part in parts] == [50] * 4
     assert Counting.looked_at < 50
+
+
+def test_tensors_of_all_samples_in_a_list_as_long_as_a_batch_are_so_in_a_shorter_last_one():
+    known = Known()
+    for size in (2, 2, 1):
+        reading = read([torch.zeros(size, 8), torch.zeros(size, 4)], expected={2}, known=known)
+        assert (reading.size, reading.lists) == (size, frozenset())
+    known = Known()
+    for numbers in ((3, 1), (2, 2), (1, 1)):  # boxes of each sample
+        reading = read({"boxes": [torch.zeros(number, 4) for number in numbers]}, expected={2}, known=known)
+        assert (reading.size, reading.lists) == (2, frozenset({"batch['boxes']"}))
