@@ -19,6 +19,7 @@ from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_o
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.placeholders import refuse_saving_part
 from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.step.gradients import hands_gradients_out
 
 
@@ -35,7 +36,7 @@ def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Pat
         own = method()
         if own is None or all(parameter is not placeholder for parameter in own()):
             return
-        warn_once(reader.told("model.clip_grad_norm_(float('inf'))"))
+        warn_once(reader.told("model.clip_grad_norm_(float('inf'))", in_step=within_step()))
 
     tell_of_readers(told, patches)
 

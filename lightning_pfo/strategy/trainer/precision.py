@@ -92,4 +92,4 @@ def adapt_to_pipeline(
 
 
 def _told_of_norm(placeholder: torch.Tensor, reader: Reader) -> None:
-    warn_once(reader.told("trainer.strategy.grad_norm()"))
+    warn_once(reader.told("trainer.strategy.grad_norm()", in_step=within_step()))

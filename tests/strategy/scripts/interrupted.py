@@ -178,6 +178,7 @@ def main():
         "twice": interrupted("twice", batch=at(3, ctrl_c(0, 1, times=2))),
         "step": interrupted("step", step=at(3, leave(KeyboardInterrupt))),
         "exit": interrupted("exit", step=at(3, leave(SystemExit(7)))),
+        "exit at once": interrupted("at once", step=at(0, leave(SystemExit(7)))),  # where the first batch is looked at
         "replica": interrupted("replica", step=at(3, of_second), data_parallel_size=2),
         "own": own_handler(),
         "timed": timed(),

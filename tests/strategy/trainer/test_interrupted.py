@@ -41,6 +41,12 @@ def test_all_ranks_end_at_the_same_batch_and_both_callbacks_save(found, case, tr
         assert rank[case]["handler is back"]
 
 
+def test_an_exit_in_the_first_batch_is_one_in_training(found):
+    for rank in found:
+        assert (rank["exit at once"]["ended"], rank["exit at once"]["trained"]) == (["SystemExit", 7], [0])
+        assert rank["exit at once"]["saved"] == ["exception.ckpt"]
+
+
 def test_an_evaluation_ends_at_the_same_batch(found):
     assert [rank["validation"]["validated"] for rank in found] == [[0, 1, 2]] * 2
 

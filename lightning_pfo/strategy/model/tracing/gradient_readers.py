@@ -33,8 +33,20 @@ class Reader:
     name: str
     place: str
 
-    def told(self, norm: str) -> str:
-        """What is said of it; `norm` is the call that gives the norm over all stages."""
+    def told(self, norm: str, *, in_step: bool) -> str:
+        """What is said of it.
+
+        Args:
+            norm: The call that gives the norm over all stages.
+            in_step: Whether a step is under way.
+        """
+        if in_step:
+            return (
+                f"{self.name} ({self.place}) reads gradients in a step. There they are those of microbatches of the "
+                f"same batch that have run backward by then, on this rank's stages, and None for others; on one device "
+                f"they are those of the step before. Read them in on_before_optimizer_step (in a loop of your own "
+                f"before optimizer.step()), where {norm} gives the norm over all stages, called on every rank."
+            )
         return (
             f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: pass over them "
             f"(if parameter.grad is not None); what it makes of all gradients, such as a norm, is that of this rank's "

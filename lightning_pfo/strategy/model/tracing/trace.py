@@ -123,12 +123,12 @@ def trace_step(
     with placeholders_on(device), following(run), functions_followed(run), noted, noted_too, Uncompiled(), seen:
         try:
             result = step()
-        except (HidingError, KeyboardInterrupt, SystemExit):
+        except (HidingError, KeyboardInterrupt):
             run.finish(None)
             with torch.no_grad():
                 held.put_back()
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # which the step raises again when it is run
             run.trace.failure = error
             run.trace.listened += run.trace.units_of_the_batch()  # it may have looked at what these return
             # what of them is still held somewhere may be needed, which each rank would find otherwise
