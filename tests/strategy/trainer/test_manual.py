@@ -62,6 +62,7 @@ REFUSED = {
     "DecidesInPhases": ["decides nothing by what layers compute", "if d_loss.item() > 0.1:", "on_train_batch_end"],
     "SumsInPlace": ["finds there what it computed before", "at ", "total += loss.detach()", "total = total + x"],
     "Hides": ["this SGD is none of these", "hidden.step()", "self.optimizers()"],
+    "InAHook": ["no graph behind it", "manual.py, line ", "self.manual_backward(loss)", "in training_step"],
     "ByHand": ["sets p.grad by itself", "Call optimizer.zero_grad()"],
 }
 OTHERS = {1: ["Lbfgs"], 2: REFUSED, 4: ["replicas", "sharded"]}

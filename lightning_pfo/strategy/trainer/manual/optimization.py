@@ -7,6 +7,7 @@ step's own order, when the pipeline has all gradients.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
+from lightning_pfo.strategy.model.tracing.gradient_readers import place_of
 from lightning_pfo.strategy.model.variables import users_line
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import make_calls
@@ -170,6 +172,15 @@ class ManualOptimization:
                     f"On a pipeline a loss is given to self.manual_backward, since stages run backward one after the "
                     f"other; the step runs backward by itself: {users_line()} Call self.manual_backward(loss)."
                 )
-            ordinary(*args, **kwargs)
+            try:
+                ordinary(*args, **kwargs)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"What a step on a pipeline has computed and kept has no graph behind it, as its layers are on "
+                    f"several ranks; a hook runs backward from it ({place_of(inspect.currentframe())}). Call "
+                    f"self.manual_backward(loss), and what steps the optimizer, in training_step. ({error})"
+                ) from error
 
         return backward
