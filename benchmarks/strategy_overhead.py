@@ -14,7 +14,8 @@ stage in torch's DistributedDataParallel.
 Cases: `small` shows the fixed cost of a step (in ten times as many steps), `large` has steps of some 300 ms or more,
 `profiler` and `plan` are `large` with that callback on an emulated GPU whose modelled times are shorter than the real
 ones, so that it never sleeps; the plan asks for another clock at every instruction. (Two callbacks cannot set clocks in
-one run, so they are measured one by one.)
+one run, so they are measured one by one.) `alone` is the loop by hand of `small` in processes of its own, where gloo's
+threads interrupt those that compute: beside the Trainer it shares process groups without that, see `in_background`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import nn
+from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
@@ -210,6 +211,32 @@ def measure(case: str, num_ranks: int, replicas: int, steps: int, folder: Path) 
     }
 
 
+def measure_alone(num_ranks: int, steps: int) -> dict[str, Any]:
+    """Run the loop by hand of `small` in processes without a Trainer; returns what is printed."""
+    found = multiprocessing.get_context("fork").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (num_ranks, steps, f"file://{folder}/store", found)
+        multiprocessing.start_processes(run_alone, arguments, nprocs=num_ranks, start_method="fork")
+    return {"case": "alone", "ranks": num_ranks, "steps": steps, "by_hand_s": round(median(found.get()), 5)}
+
+
+def run_alone(rank: int, num_ranks: int, steps: int, store: str, found: Any) -> None:
+    """One of its processes; the first tells the times of all steps."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+    width, microbatch = SIZES["small"]
+    by_hand = ByHand(width, microbatch, make_loader(width, microbatch, steps + WARM_UP_STEPS, 1), 1)
+    seconds = []
+    for _ in range(steps + WARM_UP_STEPS):
+        dist.barrier()
+        start = time.perf_counter()
+        by_hand.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        found.put(seconds[WARM_UP_STEPS:])
+    dist.destroy_process_group()
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep what is freed, for both loops.
 
@@ -253,6 +280,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     keep_freed_memory()
+    if options.cases == ["alone"]:
+        sys.stdout.write(json.dumps(measure_alone(options.ranks, 10 * options.steps)) + "\n")
+        return None
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options.cases[0], options.ranks, options.replicas, options.steps, Path(folder))
     if dist.get_rank() == 0:
