@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def refuse_ddp(kind: type[nn.Module], patches: Patches) -> None:
     """
     make = DistributedDataParallel.__init__
 
+    @wraps(make)
     def refuse(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, kind):
             raise ConfigurationError(
