@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
+from lightning_pfo.strategy.parallel.compat import memory_of, tree_leaves, tree_map
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, tell_all
 from lightning_pfo.strategy.parallel.patches import unwarned
 from lightning_pfo.strategy.state.alike import changed_in, note_alike
@@ -225,9 +225,7 @@ def gather_tensors(
     for rank, part in enumerate(owners):
         for key, layout in part.items():
             if rank == 0:
-                value = _whole(local[key])
-                # a copy, as what comes from others: training goes on
-                gathered[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                gathered[key] = _copied(_whole(local[key]), local[key])
             elif isinstance(layout, _Layout):
                 buffer = layout.empty(device)
                 if layout.num_bytes:
@@ -236,6 +234,14 @@ def gather_tensors(
             else:
                 gathered[key] = layout
     return gathered
+
+
+def _copied(value: Any, held: Any) -> Any:
+    """A copy on the CPU, as is what others send: training goes on in what is held."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_held = value.layout != torch.strided or memory_of(value) == memory_of(held)
+    return value.to("cpu", copy=is_held)
 
 
 @dataclass(frozen=True)
