@@ -67,7 +67,7 @@ def test_the_whole_module_is_on_the_first_process_alone(folder, name):
     for others in (read(folder, f"{name}_{rank}") for rank in RANKS[name][1:]):
         assert others["wholes"] == [None, None]
         assert others["others_at_once"] == 0  # each tensor is gone before the next one is put together
-    assert read(folder, f"{name}_0")["others_at_once"] > 10
+    assert read(folder, f"{name}_0")["others_at_once"] > 5  # which keeps what it has put together itself
 
 
 def test_processes_are_where_the_mesh_order_says(folder):
