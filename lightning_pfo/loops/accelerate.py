@@ -42,9 +42,10 @@ from lightning_pfo.loops.accelerator import adapt
 from lightning_pfo.loops.call import first_batch
 from lightning_pfo.loops.compat import knows_model, loaders_of, mark_prepared
 from lightning_pfo.loops.loaders import check_adoptable
+from lightning_pfo.loops.noticing import refuse_pipelined
 from lightning_pfo.loops.optimizers import Replaced
 from lightning_pfo.loops.outputs import LossOutput
-from lightning_pfo.loops.plain import PipelinedModel, refuse_pipelined
+from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import SplitBatch
 from lightning_pfo.strategy.step.batches.weights import MicrobatchWeight
@@ -251,7 +252,7 @@ def _refuse_unsupported(accelerator: Accelerator, model: nn.Module) -> None:
             f"{accelerator.mixed_precision!r}, which replaces layers in ways that were not tried on stages. Use "
             f"Accelerator(mixed_precision='bf16')."
         )
-    refuse_pipelined(model)
+    refuse_pipelined(PipelinedModel, model)
     if isinstance(model, DistributedDataParallel) or knows_model(accelerator, model):
         raise ConfigurationError(
             "prepare_pipeline takes the model itself, but this one went through accelerator.prepare, which makes every "

@@ -90,6 +90,24 @@ def refuse_grad(parameters: Callable[[], Iterable[nn.Parameter]], patches: Patch
     heed_differentiation(refuse, patches)
 
 
+def refuse_pipelined(kind: type[nn.Module], module: nn.Module) -> None:
+    """Refuse a module that is on a pipeline already, or has one within it.
+
+    Args:
+        kind: The class of pipelined models.
+        module: The module.
+
+    Raises:
+        ConfigurationError: If so.
+    """
+    if any(isinstance(each, kind) for each in module.modules()):
+        raise ConfigurationError(
+            "This model is on a pipeline already, whose ranks hold its layers. Use it as it is; to divide it in "
+            "another way, call its release() on every rank and give a new module, which load_state_dict fills with "
+            "what full_state_dict() has gathered before."
+        )
+
+
 def refuse_ddp(kind: type[nn.Module], patches: Patches) -> None:
     """Refuse to wrap a pipelined model, of which each rank holds other parameters.
 

@@ -22,7 +22,7 @@ from lightning_pfo.core.schedules.registry import check_schedule_name
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.loops.call import ARGUMENTS, ModelCall, check_example
 from lightning_pfo.loops.inputs import InputsWithGraph
-from lightning_pfo.loops.noticing import check_at_first_step, refuse_ddp, refuse_grad, tell_of_norms
+from lightning_pfo.loops.noticing import check_at_first_step, refuse_ddp, refuse_grad, refuse_pipelined, tell_of_norms
 from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
@@ -133,7 +133,7 @@ class PipelinedModel(ModelState):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        refuse_pipelined(module)
+        refuse_pipelined(PipelinedModel, module)
         if not dist.is_initialized():
             raise ConfigurationError(
                 "A pipeline runs on the processes of torch.distributed, and there is no process group. Start the "
@@ -464,17 +464,3 @@ def _default_device() -> torch.device:
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def refuse_pipelined(module: nn.Module) -> None:
-    """Refuse a module that is on a pipeline already, or has one within it.
-
-    Raises:
-        ConfigurationError: If so.
-    """
-    if any(isinstance(each, PipelinedModel) for each in module.modules()):
-        raise ConfigurationError(
-            "This model is on a pipeline already, whose ranks hold its layers. Use it as it is; to divide it in "
-            "another way, call its release() on every rank and give a new module, which load_state_dict fills with "
-            "what full_state_dict() has gathered before."
-        )

@@ -254,14 +254,14 @@ def plain_in_place(values: Any, _within: frozenset[int] = frozenset()) -> Any:
     kind = type(values)
     if kind is Tracked:
         return value_of(values)
-    if kind in _LEAVES:
+    if kind in _LEAVES or (kind is dict and not values):  # as named arguments mostly are
         return values
     if kind is tuple:
         if _ORDINARY.issuperset(map(type, values)):
             return values
         return tuple([plain_in_place(value, _within) for value in values])
     if kind is list or kind is dict or isinstance(values, (list, dict, deque)):
-        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)) if values else ():
+        for key, value in list(values.items() if isinstance(values, dict) else enumerate(values)):
             if (now := plain_in_place(value, _within)) is not value:
                 values[key] = now
         if kind is list or kind is dict:
