@@ -100,7 +100,16 @@ _MOST_VOTES = 5
 
 
 class RanksApartError(PfoError, RuntimeError):
-    """Ranks that do everything together are at different places."""
+    """Ranks that do everything together are at different places.
+
+    Args:
+        text: What is said of it.
+        places: What comes next on some ranks and others, where that is known.
+    """
+
+    def __init__(self, text: str, places: Iterable[str] = ()) -> None:
+        super().__init__(text)
+        self.places = tuple(places)
 
 
 def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (), same: int = 0) -> list[bool]:
@@ -137,7 +146,8 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (),
     raise RanksApartError(
         f"The ranks of a pipeline do everything together, but they are at different places: {found}. Decide alike on "
         f"every rank what ends a loop (StopIteration, returning -1), and call what all take part in on all of them, "
-        f"not on the main process only."
+        f"not on the main process only.",
+        ranks,
     )
 
 

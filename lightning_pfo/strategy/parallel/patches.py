@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -102,9 +103,12 @@ def all_of(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 @contextmanager
 def unwarned(message: str) -> Iterator[None]:
-    """Ignore warnings that match a regular expression; filters that others add meanwhile stay."""
-    warnings.filterwarnings("ignore", message=message)
-    added = warnings.filters[0]
+    """Ignore warnings that match a regular expression; filters that others add meanwhile stay.
+
+    Past `warnings.filterwarnings`, which lets each warning of the process that is said once be said once more.
+    """
+    added = ("ignore", re.compile(message, re.IGNORECASE), Warning, None, 0)
+    warnings.filters.insert(0, added)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -81,3 +81,17 @@ def test_a_warning_is_ignored_for_a_while_and_filters_of_others_stay():
             warnings.filterwarnings("ignore", message="theirs")
         assert heard("some advice") == ["some advice"]
         assert heard("theirs") == []
+
+
+def test_what_is_said_once_is_not_said_again_after_others_were_ignored():
+    def warn():
+        warnings.warn("said once", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        warn()
+        with unwarned(".*advice.*"):
+            warn()
+        warn()
+    assert [str(each.message) for each in said] == ["said once"]

@@ -673,6 +673,17 @@ class Leaves(Skips):
         return -1 if batch_idx == 1 and self.global_rank == 0 else None
 
 
+class CallsAlone(Skips):
+    """One rank alone calls the model in a hook."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch[0])
+
+    @rank_zero_only
+    def on_train_epoch_end(self):
+        self.loss(DATA[:2])
+
+
 class OneLayer(Skips):
     """Too few for two stages."""
 
@@ -696,7 +707,7 @@ class InTransform(Skips):
 def errors(where):
     found = {}
     kinds = (FailsBeforeTheModel, LogsTwice, LogsNone, LogsForeignMetric, FailsAtTheEnd)
-    for cls in (*kinds, *([Leaves, OneLayer, InTransform] if where == "two" else [])):
+    for cls in (*kinds, *([Leaves, CallsAlone, OneLayer, InTransform] if where == "two" else [])):
         folder = FOLDER / where / cls.__name__
         try:
             fit(where, cls, callbacks=[OnExceptionCheckpoint(folder)])

@@ -147,6 +147,14 @@ def test_ranks_at_different_places_end_with_their_names(seen):
         assert "rank 0: after an epoch of training; rank 1: training step of batch 1" in text
 
 
+def test_a_rank_that_calls_the_model_alone_in_a_hook_is_told_so_and_nothing_of_texts(seen):
+    for rank in (0, 1):
+        kind, text, _ = seen[f"two_{rank}"]["errors"]["CallsAlone"]
+        assert kind == "RanksApartError"
+        assert re.search(r"rank 0: a call of .*; rank 1: after an epoch of training.*not on the main process", text)
+        assert "PYTHONHASHSEED" not in text
+
+
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("part", ["in_steps", "skips", "stops"])
 def test_what_could_hang_or_fail_does_as_on_one_device(seen, part, rank):

@@ -32,6 +32,12 @@ class WrittenError(ConfigurationError):
 
 
 _OTHERWISE = "The step runs otherwise than in the trace of a batch of the same form"
+_AT_GRADIENT = (
+    "it reads gradients, which stages have of the microbatches that have run backward by then. On one device they are "
+    "those of the step before: read them in on_before_optimizer_step (in a loop of your own before optimizer.step()), "
+    "where trainer.strategy.grad_norm(), or model.clip_grad_norm_(float('inf')), gives the norm over all stages, "
+    "called on every rank; what the step is to have of them can be kept there in an attribute."
+)
 _MASKS = "transformers/masking_utils.py"
 _PADDED = (
     "Transformers' models drop a mask that leaves nothing out; with a padded token in each sample (attention_mask 0) "
@@ -44,12 +50,15 @@ def is_deviation(error: BaseException) -> bool:
     return _OTHERWISE in str(error)
 
 
-def deviates(look: str = "") -> DeviationError:
+def deviates(look: str = "", *, at_gradient: bool = False) -> DeviationError:
     """What is said of a step that does something else than in the trace.
 
     Args:
         look: The line before, if there is one, at which Python has read values of layers.
+        at_gradient: Whether it asks for the gradient of a parameter here or there.
     """
+    if at_gradient:
+        return DeviationError(f"{_OTHERWISE}: {_AT_GRADIENT} It does so at {users_line()}")
     at_look = f"; it has last looked at some at {look}" if look else ""
     of_library = f" {_PADDED}" if _MASKS in look else ""
     return DeviationError(

@@ -70,6 +70,7 @@ from lightning_pfo.strategy.parallel.compat import (
 from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
+_GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _BY_ORDER = (torch.Tensor.contiguous, torch.Tensor.to)
 """Return what they are given, or a copy: so they do by how it lies in memory, which a kernel may decide."""
 
@@ -272,9 +273,10 @@ class StageRun:
             raise self._deviates()
         self._end()
 
-    def _deviates(self) -> DeviationError:
+    def _deviates(self, at: Any = None) -> DeviationError:
         before = self._events[: self.position]
-        return deviates(next((event.line for event in reversed(before) if event.reads and not event.of_metric), ""))
+        look = next((event.line for event in reversed(before) if event.reads and not event.of_metric), "")
+        return deviates(look, at_gradient=_GRADIENT in (at, *(event.what for event in before[-1:])))
 
     def _set_apart(self) -> None:
         """Keep what was written into tensors of the user's, which get back what they had when the step is left."""
@@ -364,7 +366,7 @@ class StageRun:
             if self._program.stop is None and position >= self._free_from:
                 return self._to_the_end(position, compute, args, kwargs)
         if position >= len(self._events) or self._events[position].what != what:
-            raise self._deviates()
+            raise self._deviates(at=what)
         event = self._events[position]
         if position < self._start or position in self._program.others:
             return self._leave_out(event, compute, args, kwargs)

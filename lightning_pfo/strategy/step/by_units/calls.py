@@ -28,6 +28,8 @@ from lightning_pfo.strategy.step.by_units.whole_parameters import whole_paramete
 from lightning_pfo.strategy.step.effects.within import runs_by_units, within_step
 from lightning_pfo.strategy.step.values import RULE_OF_TEXTS, ValueExchange
 
+_CALL = "a call of "
+
 
 class UnitCalls:
     """Lets all ranks together call units that some of them hold; each of these is run forward only.
@@ -124,9 +126,11 @@ class UnitCalls:
             return None
         is_here = not any(map(is_placeholder, tensors))
         try:
-            (is_missed,) = meet(f"a call of {unit.name!r}{texts}", self._engine.host_group(), [not is_here])
+            (is_missed,) = meet(f"{_CALL}{unit.name!r}{texts}", self._engine.host_group(), [not is_here])
         except RanksApartError as error:
-            raise RanksApartError(f"{error} {RULE_OF_TEXTS}") from None
+            if not all(place.startswith(_CALL) for place in error.places):  # others call nothing
+                raise
+            raise RanksApartError(f"{error} {RULE_OF_TEXTS}", error.places) from None
         if not is_missed:
             return None
         if unit not in self._holders:

@@ -5,7 +5,7 @@ import torch
 import transformers as hf
 
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
-from tests.strategy.model.stages import Holder, Stages, run_plainly
+from tests.strategy.model.stages import Holder, Stages, run_plainly, run_programs
 
 FORM = {"vocab_size": 20, "max_position_embeddings": 20, "image_size": 16, "patch_size": 8, "max_image_length": -1}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
@@ -36,5 +36,21 @@ def test_a_mask_that_leaves_nothing_out_is_named_and_a_padded_token_is_the_way_o
         assert "with a padded token in each sample (attention_mask 0)" in str(refused.value)
         found, _ = run_plainly(vilt(), step(5))
         assert stages.run(step(5)).item() == pytest.approx(found.item(), rel=1e-5)
+    finally:
+        stages.close()
+
+
+def test_who_reads_gradients_in_a_step_is_told_where_to_read_them():
+    def reads(owner):
+        weight = owner.model[3].weight
+        scale = 1.0 if weight.grad is None else 1 / (1 + weight.grad.norm())
+        return owner.model(torch.arange(12.0).view(2, 6)).square().mean() * scale
+
+    torch.manual_seed(0)
+    stages = Stages(Holder(torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))), reads, num_stages=2)
+    try:
+        stages.run()  # the last stage has gradients now
+        with pytest.raises(DeviationError, match=r"reads gradients.*on_before_optimizer_step.*weight\.grad\.norm\(\)"):
+            run_programs(stages.programs, [followed.step for followed in stages.copies])
     finally:
         stages.close()
