@@ -133,6 +133,11 @@ def make_weights_within(model: nn.Module, patches: Patches) -> None:
             patches.callback(_put_back, hooks, key, stand_in)
 
 
+def hooks_that_make_weights(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks that are called in a module's forward; see `make_weights_within`."""
+    return [hook.hook for hook in forward_pre_hooks_of(module).values() if type(hook) is _Within]
+
+
 _MAKERS = "torch.nn.utils."
 """Modules whose hooks make a module's weights."""
 

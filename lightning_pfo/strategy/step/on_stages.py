@@ -16,6 +16,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
+from lightning_pfo.strategy.model.made_weights import MadeWeights
 from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram
@@ -57,6 +58,7 @@ class StepOnStages:
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         batching: How batches are divided, and how much each microbatch counts.
         deferred: Batch norms whose running statistics are those of whole batches.
+        made_weights: What makes weights and changes buffers in doing so; None where layers are compiled.
 
     Attributes:
         programs: What stages do of each kind of step.
@@ -80,6 +82,7 @@ class StepOnStages:
         replica_group: dist.ProcessGroup | None,
         batching: Batching,
         deferred: DeferredBatchNorms | None,
+        made_weights: MadeWeights | None,
     ) -> None:
         self.engine = engine
         self.owner = owner
@@ -88,7 +91,8 @@ class StepOnStages:
         agree = partial(agree_on_trace, hosts=engine.host_group())
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)
-        self.layers = LayerWatch(owner, split.modules_inside(owner, stages))
+        made_names = made_weights.names if made_weights else set()
+        self.layers = LayerWatch(owner, split.modules_inside(owner, stages), made_names)
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
         self.differentiates = False
@@ -97,6 +101,7 @@ class StepOnStages:
         self._called: defaultdict[str, set[Counts]] = defaultdict(set)
         self._users = split.held
         self._deferred = deferred
+        self._made_weights = made_weights if made_names else None
         self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
@@ -181,6 +186,8 @@ class StepOnStages:
                 )
             if self._deferred is not None and stage is not None:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
+            if self._made_weights is not None and stage is not None:
+                contexts.append(self._made_weights.microbatch())
             if self.slopes is not None and ends_here:
                 contexts.append(self.slopes.of_step())
             return contexts[0] if len(contexts) == 1 else all_of(contexts)
@@ -216,7 +223,7 @@ class StepOnStages:
             looks = effects is not None and self.earlier.number > 0
             buffers = StepBuffers(self.owner, changes, len(engine.stages), self._users, looks=looks)
             try:
-                of_batch = self._deferred.batch() if train and self._deferred is not None else nullcontext()
+                of_batch = all_of([each.batch() for each in (self._deferred, self._made_weights) if train and each])
                 counts = train and effects is not None
                 writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
                 with of_batch, earlier_runs.undone_if_it_fails(), writes:

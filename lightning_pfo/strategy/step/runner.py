@@ -16,6 +16,7 @@ from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
+from lightning_pfo.strategy.model.made_weights import MadeWeights
 from lightning_pfo.strategy.model.reach.metrics import type_of_logged
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
@@ -111,8 +112,9 @@ class StepRunner:
         self.batching = batching
         self.engine = engine
         self.owner = owner
+        made_weights = None if compiled else MadeWeights(owner, {unit.module for unit in split.units.all}, patches)
         self._stages = on_stages = StepOnStages(
-            engine, owner, split, parameters, shared, patches, replica_group, batching, deferred
+            engine, owner, split, parameters, shared, patches, replica_group, batching, deferred, made_weights
         )
         self.programs = on_stages.programs
         self._hosts = engine.host_group()

@@ -142,8 +142,7 @@ CASES = (AtFitStart, EachEpoch, EachBatch, Average, Twice, LeadsBack, WholeModul
 OPTIONS = {
     "AtFitStart": {"schedule": "zbv"},
     "LeadsBack": {"schedule": "gpipe", "loss_over": "batch"},
-    "OlderNorms": {"schedule": "gpipe", "num_microbatches": 1},
-}  # as many power iterations
+}
 
 
 def run(case, number):

@@ -910,9 +910,9 @@ PHASES = [
     *((kind, name) for kind in (Gan, ReusesFake, JudgeFirst, Policy) for name in SCHEDULES),
     *((kind, "1f1b") for kind in (Adversarial, Critics, Penalised, BothLosses, LooksAgain, ThreeOptimizers)),
     *((kind, "1f1b") for kind in (Closures, StepsFirst, Switches, Gains, WeightNorm, Parametrized)),
+    *((kind, "1f1b") for kind in (SpectralNorm, ParametrizedSpectralNorm)),
     *((kind, "1f1b") for kind in (Averages, Clamps, Targets, Follows, LogsAfterwards, LogsWeights, Sums)),
 ]
-ONCE = {"num_microbatches": 1, "schedule": "gpipe"}
 EQUAL = {
     f"{kind.__name__}, {name}": (kind, options)
     for kind in (Module, TwoOptimizers)
@@ -929,7 +929,7 @@ EQUAL = {
     "Generates, gpipe": (Generates, {"schedule": "gpipe"}),
     **{f"{kind.__name__}, {name}": (kind, SCHEDULES[name]) for kind, name in PHASES},
     "Gan, memory": (Gan, {"memory_report": True, "precise_gradients": True}),
-    **{f"{kind.__name__}, gpipe": (kind, ONCE) for kind in (Norms, SpectralNorm, ParametrizedSpectralNorm)},
+    "Norms, gpipe": (Norms, {"num_microbatches": 1, "schedule": "gpipe"}),
 }
 REFUSED = {
     **{k.__name__: (k, {}) for k in (Clips, Backward, Counts, Decides, ByHand, Hides, InAHook, Stale)},

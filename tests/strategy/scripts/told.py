@@ -52,12 +52,26 @@ class OfLightning(Plain):
         grad_norm(self, norm_type=2)
 
 
+class Centred(nn.Linear):
+    """Moves a buffer by what it sees."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("centre", torch.zeros(sizes[0]))
+
+    def forward(self, x):
+        self.centre.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x)
+
+
 class Iterates(Plain):
-    """Its first layer changes a buffer in each call; a hook changes another one."""
+    """Its first layer changes a buffer in each call, another one one that makes a weight; a hook changes a third."""
 
     def __init__(self):
         super().__init__()
-        nn.utils.parametrizations.spectral_norm(self.layers[0][0])
+        first = self.layers[0][0]
+        self.layers[0][0] = Centred(first.in_features, first.out_features)
+        nn.utils.parametrizations.spectral_norm(self.layers[1][0])
         self.average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
 
     def on_train_batch_end(self, outputs, batch, batch_idx):

@@ -30,9 +30,9 @@ ON_TWO = [
     *(f"{kind}, 1f1b" for kind in ("LooksAgain", "ThreeOptimizers", "Closures", "StepsFirst", "Looks", "OnlyLooks")),
     *(f"{kind}, 1f1b" for kind in ("Penalised", "Switches", "Gains", "WeightNorm", "Parametrized")),
     *(f"{kind}, 1f1b" for kind in ("Policy", "Averages", "Clamps", "Targets", "Follows", "ReadsLogged")),
-    *(f"{kind}, 1f1b" for kind in ("LogsWeights", "Sums")),
+    *(f"{kind}, 1f1b" for kind in ("LogsWeights", "Sums", "SpectralNorm", "ParametrizedSpectralNorm")),
     *mostly((), "Policy, gpipe", "Policy, interleaved"),
-    *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole", "SpectralNorm", "ParametrizedSpectralNorm")),
+    *(f"{kind}, gpipe" for kind in ("Accumulates", "Norms", "Whole")),
     *(f"{kind}, memory" for kind in mostly(("Gan",), "Module")),
 ]
 ON_FOUR = [

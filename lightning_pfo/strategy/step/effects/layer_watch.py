@@ -38,13 +38,17 @@ class LayerWatch:
     Args:
         root: The user's module.
         modules: The layers of this rank and what is in them, by name.
+        of_weights: Buffers that making a weight changes, as one device does.
 
     Attributes:
         means: Numbers of this rank's layers, and whether they grow by the mean over microbatches; else by the sum.
         of_step: Parameters and buffers that the step writes into by itself, as one device does.
     """
 
-    def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, root: nn.Module, modules: Mapping[str, nn.Module], of_weights: Collection[str] = frozenset()
+    ) -> None:
+        self._of_weights = of_weights
         self._root = root
         self._modules = dict(modules)
         self._before: dict[Place, Any] = {}
@@ -160,9 +164,8 @@ class LayerWatch:
                 continue
             warn_once(
                 f"A layer changes its buffer self.{name}.{key}: once for each of {len(microbatches)} microbatches, as "
-                f"when gradients are accumulated, and on one device once for the batch (a moving average goes further, "
-                f"a power iteration of spectral_norm comes nearer). Use fewer microbatches (num_microbatches=...), or "
-                f"change it in the step or in a hook."
+                f"when gradients are accumulated, and on one device once for the batch: a moving average goes further. "
+                f"Use fewer microbatches (num_microbatches=...), or change it in the step or in a hook."
             )
             return
 
@@ -218,7 +221,7 @@ class LayerWatch:
                 for name, module in self._root.named_modules()
                 if name and not isinstance(module, BatchNorm)
                 for key, buffer in tensors_of(module).buffers.items()
-                if buffer is not None
+                if buffer is not None and f"{name}.{key}" not in self._of_weights
             }
 
     def _attributes(self) -> dict[Place, Any]:

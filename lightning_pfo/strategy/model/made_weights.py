@@ -1,0 +1,124 @@
+"""Buffers that making a weight changes, as the power iteration of a spectral norm does: once for a batch.
+
+A parametrization computes a weight from others, so what it writes does not depend on the batch: each microbatch begins
+with what the batch began with, makes the same weight as one device does, and leaves the same behind.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from lightning_pfo.strategy.model.layers import hooks_that_make_weights
+from lightning_pfo.strategy.parallel.patches import Patches
+
+Buffers = Sequence[torch.Tensor]
+_ListsBuffers = Callable[[], Buffers]
+
+
+class MadeWeights:
+    """What makes weights of others and changes buffers in doing so: parametrizations, and torch's older spectral norm.
+
+    Args:
+        root: The user's module.
+        followed: Modules whose calls are followed; they are left alone.
+        patches: Gives what makes weights back when it is closed.
+
+    Attributes:
+        names: Their buffers; without any there is nothing to do.
+    """
+
+    def __init__(self, root: nn.Module, followed: Collection[nn.Module], patches: Patches) -> None:
+        self._left: dict[Any, tuple[Buffers, Buffers]] = {}
+        self._begun: dict[tuple[Any, int], Buffers] | None = None
+        self._counts: dict[Any, int] | None = None
+        found: list[torch.Tensor] = []
+        for module in root.modules():
+            for maker, name, buffers in _makers_of(module):
+                if maker not in followed:
+                    patches.set(maker, name, _Once(self, maker, getattr(maker, name), buffers))
+                    found += buffers()
+        of_makers = set(map(id, found))
+        self.names = {name for name, buffer in root.named_buffers(remove_duplicate=False) if id(buffer) in of_makers}
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Run the microbatches of a training batch, or of a phase of one."""
+        self._begun, self._left = {}, {}
+        try:
+            yield
+            for buffers, values in self._left.values():  # layers that run again in backward have changed them once more
+                _set(buffers, values)
+        finally:
+            self._begun, self._left = None, {}
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Run the step on a microbatch; calls outside of one begin as the first one of a step does."""
+        self._counts = {}
+        try:
+            yield
+        finally:
+            self._counts = None
+
+    def make(self, maker: Any, make: Callable[[], Any], buffers: Buffers) -> Any:
+        """Let something make a weight, from what its buffers were when it was to do so first in this batch."""
+        if self._begun is None:
+            return make()
+        number = 0
+        if self._counts is not None:
+            number = self._counts.get(maker, 0)
+            self._counts[maker] = number + 1
+        _set(buffers, self._begun.setdefault((maker, number), _copies(buffers)))
+        made = make()
+        if self._counts is not None:
+            self._left[maker] = buffers, _copies(buffers)
+        return made
+
+
+class _Once:
+    """In place of a function that makes a weight; a copy of its object has one that knows of no batches."""
+
+    def __init__(self, weights: MadeWeights, maker: Any, make: Callable[..., Any], buffers: _ListsBuffers) -> None:
+        functools.update_wrapper(self, make)
+        self._weights, self._maker, self._make, self._buffers = weights, maker, make, buffers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._weights.make(self._maker, functools.partial(self._make, *args, **kwargs), self._buffers())
+
+
+def _copies(buffers: Buffers) -> Buffers:
+    return [buffer.detach().clone() for buffer in buffers]
+
+
+@torch.no_grad()
+def _set(buffers: Buffers, values: Buffers) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+
+
+def _makers_of(module: nn.Module) -> Iterator[tuple[Any, str, _ListsBuffers]]:
+    """What makes weights of a module, by which of its functions, and where the buffers are that this changes."""
+    if isinstance(module, parametrize.ParametrizationList):
+        for parametrization in module:
+            if next(parametrization.buffers(), None) is not None:
+                yield parametrization, "forward", functools.partial(_buffers_of, parametrization)
+    for hook in hooks_that_make_weights(module):
+        if isinstance(hook, SpectralNorm):
+            names = [f"{hook.name}_u", f"{hook.name}_v"]
+            yield hook, "compute_weight", functools.partial(_named_buffers_of, module, names)
+
+
+def _buffers_of(module: nn.Module) -> Buffers:
+    return list(module.buffers())
+
+
+def _named_buffers_of(module: nn.Module, names: Sequence[str]) -> Buffers:
+    return [getattr(module, name) for name in names]
