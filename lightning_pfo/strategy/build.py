@@ -21,7 +21,6 @@ from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_recomputable,
     compile_layers,
-    make_weights_within,
     recompute_activations,
 )
 from lightning_pfo.strategy.model.materialise import materialise
@@ -37,6 +36,7 @@ from lightning_pfo.strategy.model.ownership import (
 )
 from lightning_pfo.strategy.model.partition import describe_partition
 from lightning_pfo.strategy.model.reach.drawing import draw_alike
+from lightning_pfo.strategy.model.reach.made_weights import make_weights_within
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units

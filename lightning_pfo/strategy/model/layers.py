@@ -1,16 +1,14 @@
-"""What is done to the layers a rank holds: recomputed activations, compilation, and weights that are made in them.
+"""What is done to the layers a rank holds: recomputed activations, and compilation.
 
 Layers are changed in place and keep their names, so optimizers and checkpoints see nothing of it.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
-from collections.abc import Callable, Iterable, MutableMapping
-from functools import partial, update_wrapper
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.strategy.model.compat import checkpoint_with
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import forget_compiled, forward_pre_hooks_of
+from lightning_pfo.strategy.parallel.compat import forget_compiled
 from lightning_pfo.strategy.parallel.holder import Holder
 from lightning_pfo.strategy.parallel.patches import Patches
 
@@ -115,75 +113,3 @@ def compile_layers(layers: Iterable[Unit], patches: Patches) -> None:
         holder.compile()
         layer.replacement = holder
         patches.callback(forget_compiled, holder)
-
-
-def make_weights_within(model: nn.Module, patches: Patches) -> None:
-    """Let weights that torch makes of others before a module's forward be made in it, until `patches` is closed.
-
-    `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do so in a hook, which is called where the module is: on
-    every rank. In its forward it is called where a stage computes the module, and there its parameters are.
-    """
-    for module in model.modules():
-        hooks = forward_pre_hooks_of(module)
-        own = [(key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith(_MAKERS)]
-        if own:
-            patches.set(module, "forward", _Making(module, module.forward))
-        for key, hook in own:
-            hooks[key] = stand_in = _Within(hook)
-            patches.callback(_put_back, hooks, key, stand_in)
-
-
-def hooks_that_make_weights(module: nn.Module) -> list[Callable[..., Any]]:
-    """Hooks that are called in a module's forward; see `make_weights_within`."""
-    return [hook.hook for hook in forward_pre_hooks_of(module).values() if type(hook) is _Within]
-
-
-_MAKERS = "torch.nn.utils."
-"""Modules whose hooks make a module's weights."""
-
-
-class _Making:
-    """The forward of a module, which makes its weights first."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        update_wrapper(self, forward)
-        self._module, self._forward = module, forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for hook in forward_pre_hooks_of(self._module).values():
-            if type(hook) is _Within:
-                hook.hook(self._module, args)
-        return self._forward(*args, **kwargs)
-
-
-class _Within:
-    """Is called in place of a hook that is called in the forward; copies of the module have the hook.
-
-    Who looks for the hook finds it here, as `torch.nn.utils.prune.remove` does.
-    """
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # for isinstance
-        return type(self.hook)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "hook":
-            raise AttributeError(name)
-        return getattr(self.hook, name)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        pass
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.hook, memo)
-
-    def __reduce__(self) -> Any:
-        return copy.copy, (self.hook,)  # as files have it
-
-
-def _put_back(hooks: MutableMapping[int, Any], key: int, stand_in: _Within) -> None:
-    if hooks.get(key) is stand_in:  # its handle may have removed it
-        hooks[key] = stand_in.hook

@@ -16,7 +16,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
-from lightning_pfo.strategy.model.made_weights import MadeWeights
+from lightning_pfo.strategy.model.reach.made_weights import MadeWeights
 from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram

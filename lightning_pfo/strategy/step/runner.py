@@ -16,7 +16,7 @@ from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
-from lightning_pfo.strategy.model.made_weights import MadeWeights
+from lightning_pfo.strategy.model.reach.made_weights import MadeWeights
 from lightning_pfo.strategy.model.reach.metrics import type_of_logged
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts

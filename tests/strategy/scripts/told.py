@@ -65,7 +65,7 @@ class Centred(nn.Linear):
 
 
 class Iterates(Plain):
-    """Its first layer changes a buffer in each call, another one one that makes a weight; a hook changes a third."""
+    """Its first layer changes a buffer in each call, another one makes a weight with one; a hook changes a third."""
 
     def __init__(self):
         super().__init__()

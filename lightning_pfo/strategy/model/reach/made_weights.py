@@ -1,4 +1,4 @@
-"""Buffers that making a weight changes, as the power iteration of a spectral norm does: once for a batch.
+"""Weights that are made of others: where a layer runs; and what that changes, as a power iteration, once for a batch.
 
 A parametrization computes a weight from others, so what it writes does not depend on the batch: each microbatch begins
 with what the batch began with, makes the same weight as one device does, and leaves the same behind.
@@ -6,8 +6,9 @@ with what the batch began with, makes the same weight as one device does, and le
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_pfo.strategy.model.layers import hooks_that_make_weights
+from lightning_pfo.strategy.parallel.compat import forward_pre_hooks_of
 from lightning_pfo.strategy.parallel.patches import Patches
 
 Buffers = Sequence[torch.Tensor]
@@ -110,7 +111,7 @@ def _makers_of(module: nn.Module) -> Iterator[tuple[Any, str, _ListsBuffers]]:
         for parametrization in module:
             if next(parametrization.buffers(), None) is not None:
                 yield parametrization, "forward", functools.partial(_buffers_of, parametrization)
-    for hook in hooks_that_make_weights(module):
+    for hook in _hooks_that_make_weights(module):
         if isinstance(hook, SpectralNorm):
             names = [f"{hook.name}_u", f"{hook.name}_v"]
             yield hook, "compute_weight", functools.partial(_named_buffers_of, module, names)
@@ -122,3 +123,75 @@ def _buffers_of(module: nn.Module) -> Buffers:
 
 def _named_buffers_of(module: nn.Module, names: Sequence[str]) -> Buffers:
     return [getattr(module, name) for name in names]
+
+
+def make_weights_within(model: nn.Module, patches: Patches) -> None:
+    """Let weights that torch makes of others before a module's forward be made in it, until `patches` is closed.
+
+    `torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do so in a hook, which is called where the module is: on
+    every rank. In its forward it is called where a stage computes the module, and there its parameters are.
+    """
+    for module in model.modules():
+        hooks = forward_pre_hooks_of(module)
+        own = [(key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith(_MAKERS)]
+        if own:
+            patches.set(module, "forward", _Making(module, module.forward))
+        for key, hook in own:
+            hooks[key] = stand_in = _Within(hook)
+            patches.callback(_put_back, hooks, key, stand_in)
+
+
+def _hooks_that_make_weights(module: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks that are called in a module's forward; see `make_weights_within`."""
+    return [hook.hook for hook in forward_pre_hooks_of(module).values() if type(hook) is _Within]
+
+
+_MAKERS = "torch.nn.utils."
+"""Modules whose hooks make a module's weights."""
+
+
+class _Making:
+    """The forward of a module, which makes its weights first."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._module, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for hook in forward_pre_hooks_of(self._module).values():
+            if type(hook) is _Within:
+                hook.hook(self._module, args)
+        return self._forward(*args, **kwargs)
+
+
+class _Within:
+    """Is called in place of a hook that is called in the forward; copies of the module have the hook.
+
+    Who looks for the hook finds it here, as `torch.nn.utils.prune.remove` does.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for isinstance
+        return type(self.hook)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "hook":
+            raise AttributeError(name)
+        return getattr(self.hook, name)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.hook, memo)
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.hook,)  # as files have it
+
+
+def _put_back(hooks: MutableMapping[int, Any], key: int, stand_in: _Within) -> None:
+    if hooks.get(key) is stand_in:  # its handle may have removed it
+        hooks[key] = stand_in.hook
