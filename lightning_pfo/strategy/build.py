@@ -55,7 +55,7 @@ from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
-from lightning_pfo.strategy.step.effects.within import number_in_step, step_ends_here, within_step
+from lightning_pfo.strategy.step.effects.within import number_in_step, runs_alone, step_ends_here, within_step
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
 from lightning_pfo.strategy.step.values import agree_on_trace
@@ -180,7 +180,7 @@ def build_pipeline(
     mark_placeholders(model)  # where it was made on meta
     draw_alike(device, patches)
     if dist.get_world_size(group) > 1 or tensor_group is not None:
-        collectives_in_steps(replica_group, within_step, step_ends_here, number_in_step, patches)
+        collectives_in_steps(replica_group, within_step, step_ends_here, runs_alone, number_in_step, patches)
     make_weights_within(model, patches)
     if dist.get_world_size() > 1:
         copy_first_values(model, groups.hosts(None))

@@ -28,7 +28,7 @@ from lightning_pfo.strategy.step.batches.loading import FirstRank, LoadedByFirst
 from lightning_pfo.strategy.step.effects.within import (
     logs_without_replicas,
     number_in_step,
-    step_ends_here,
+    step_meets_replicas,
     within_step,
 )
 from lightning_pfo.strategy.trainer.compat import (
@@ -271,7 +271,7 @@ class MeshStrategy(StrategyBase):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; within a step, which the last stage alone runs to its end, for the replicas."""
         if within_step():
-            if self.mesh.replica_group is not None and step_ends_here():
+            if self.mesh.replica_group is not None and step_meets_replicas():
                 dist.barrier(group=self.mesh.replica_group)
             return
         self.meet(f"a barrier ({name})" if name else "a barrier")
@@ -300,7 +300,7 @@ class MeshStrategy(StrategyBase):
         replicas = None if self._mesh is None else self._mesh.replica_group
         if replicas is None:
             return tensor
-        if within_step() and not step_ends_here():  # elsewhere it may have no value
+        if within_step() and not step_meets_replicas():  # elsewhere it may have no value
             return torch.stack([tensor] * dist.get_world_size(replicas))
         return self._all_gather(tensor, replicas, sync_grads)
 
@@ -327,7 +327,7 @@ class MeshStrategy(StrategyBase):
         group = None
         if within_step():
             group = self.mesh.replica_group
-            if group is None or not step_ends_here():
+            if group is None or not step_meets_replicas():
                 return decision
         if not dist.is_initialized():
             return decision

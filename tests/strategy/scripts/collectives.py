@@ -161,12 +161,43 @@ def contrast(strategy, devices=1):
     return [said, None if module is None else [p.detach().flatten().tolist() for p in module.parameters()]]
 
 
+class Classifies(L.LightningModule):
+    """Meets the other replicas in each step; of some batches one replica finds that their labels may tell something."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        everyone = self.all_gather(loss.detach())
+        dist.all_reduce(everyone)
+        self.trainer.strategy.barrier()
+        return {"loss": loss, "everyone": everyone}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(outputs["everyone"].tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def classify(strategy, devices):
+    module, draws = Classifies(), torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(32, 8, generator=draws), torch.randint(0, 3, (32,), generator=draws))
+    trainer = L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(data, 4))
+    return module.seen
+
+
 def main():
     found = {}
     if not dist.is_initialized():
         found = {"one device": train(gathers=False), "contrasts": contrast("auto")}
     elif dist.get_world_size() == 2:
-        found = {"contrasts": contrast("ddp", 2)}
+        found = {"contrasts": contrast("ddp", 2), "classifies": classify("ddp", 2)}
     else:
         for number in (1, 2):
             strategy = PfoPipelineStrategy(schedule="gpipe", loss_over="batch", data_parallel_size=number)
@@ -175,6 +206,7 @@ def main():
         for gathers in (False, True, "with gradients", "backward", "kept", "Accelerate's"):
             found[f"one pipeline, {gathers}"] = train(gathers, num_microbatches=4)
             found[f"replicas, {gathers}"] = train(gathers, num_microbatches=4, data_parallel_size=2)
+        found["classifies"] = classify(PfoPipelineStrategy(num_microbatches=4, data_parallel_size=2), 4)
         found["refused"] = train("refused", num_microbatches=4)
         assert PartialState().num_processes == 4
     name = f"rank_{dist.get_rank()}" if dist.is_initialized() else "one_device"

@@ -37,3 +37,10 @@ def test_ranks_count_replicas_in_steps_and_one_says_what_is_said_once(folder):
         found = [rank[f"contrasts, {number}"] for rank in of_ranks(folder, 4)]
         assert {len_of for len_of, _ in found[: 4 // number]} == {said}
         assert found[0][1] == [pytest.approx(weights, rel=1e-4, abs=1e-6) for weights in expected]
+
+
+def test_steps_meet_replicas_also_where_one_of_them_compares_its_batch_alone(folder):
+    expected = json.loads((folder / "ddp_rank_0.json").read_text())["classifies"]
+    assert len(expected) == 8
+    for rank in of_ranks(folder, 4):
+        assert rank["classifies"] == [pytest.approx(numbers, rel=1e-5) for numbers in expected]

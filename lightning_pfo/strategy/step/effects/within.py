@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 _under_way: list[bool] = []
 _without_replicas: list[None] = []
+_alone: list[None] = []
 _by_units: list[None] = []
 _forward_only: list[None] = []
 
@@ -45,6 +46,21 @@ def within_step() -> bool:
 def step_ends_here() -> bool:
     """Whether the step that is under way is run to its end here."""
     return bool(_under_way) and _under_way[-1]
+
+
+def step_meets_replicas() -> bool:
+    """Whether the step that is under way is run to its end here, as by other replicas at the same time."""
+    return step_ends_here() and not _alone
+
+
+def replica_alone() -> AbstractContextManager[None]:
+    """Say that this replica alone runs steps, to compare what they come to, while the context is open."""
+    return _noted(_alone)
+
+
+def runs_alone() -> bool:
+    """Whether that context is open."""
+    return bool(_alone)
 
 
 class Elsewhere(int):

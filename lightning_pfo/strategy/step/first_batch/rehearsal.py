@@ -19,7 +19,7 @@ from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layer_watch import Numbers
-from lightning_pfo.strategy.step.effects.within import step_forward_only
+from lightning_pfo.strategy.step.effects.within import replica_alone, step_forward_only
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.rounding import (
     WideNumbers,
@@ -106,6 +106,8 @@ class Rehearsal:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(random_state.isolated(self._engine.device))
+            if not self.everywhere:
+                stack.enter_context(replica_alone())
             if self._compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.callback(torch.clear_autocast_cache)  # casts made without gradients would have none in training

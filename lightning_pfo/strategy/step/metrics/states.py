@@ -24,7 +24,7 @@ from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
-from lightning_pfo.strategy.step.effects.within import step_ends_here, within_step
+from lightning_pfo.strategy.step.effects.within import step_meets_replicas, within_step
 from lightning_pfo.strategy.step.metrics.compat import (
     Way,
     computed_of,
@@ -124,7 +124,7 @@ class PipelineMetrics:
         """Let a metric have the state of one rank of the pipeline, reduced over replicas, not that of all ranks."""
         engine, source, self._source = self._engine, self._source, self._engine.last_rank
         if within_step():  # which this rank alone may run
-            if self._replica_group is not None and step_ends_here():
+            if self._replica_group is not None and step_meets_replicas():
                 ordinary(process_group=self._replica_group)
             return
         if self._replica_group is not None and engine.rank == source:

@@ -2,8 +2,8 @@
 
 The rank of the last stage alone runs a step to its end, so that others would be waited for in vain. What such code
 means is the replicas: over them it runs there, and a single one is a world of one process. Elsewhere it does nothing,
-since what comes of the step does not count. So it is in the backward of functions that gather (`GatherLayer` of
-published contrastive losses).
+since what comes of the step does not count; nor where one replica alone runs it, to compare what it comes to. So it is
+in the backward of functions that gather (`GatherLayer` of published contrastive losses).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def collectives_in_steps(
     replicas: dist.ProcessGroup | None,
     within_step: Callable[[], bool],
     ends_here: Callable[[], bool],
+    is_alone: Callable[[], bool],
     number_in_step: Callable[[int], int],
     patches: Patches,
 ) -> None:
@@ -50,12 +51,13 @@ def collectives_in_steps(
         replicas: Processes with the same stages; None: there is one replica.
         within_step: Whether stages run a step.
         ends_here: Whether it is run to its end here.
+        is_alone: Whether no other replica runs it now.
         number_in_step: Makes of the number of a replica what ranks of it are told in a step.
         patches: Undoes it.
     """
 
     def runs() -> bool:
-        return replicas is not None and (ends_here() or in_backward())
+        return replicas is not None and not is_alone() and (ends_here() or in_backward())
 
     instead_of: dict[int, Callable[..., Any]] = {}
 
