@@ -118,6 +118,13 @@ def fit_units(
                 f"{getattr(name, '__name__', name)}, a function that one stage runs as a whole. Divide layers that "
                 f"are called elsewhere (pipeline_module=...), if the model has some, or train it on one stage."
             )
+        if not any(event.units for event in trace.events):
+            raise ConfigurationError(
+                "Layers, which are divided into stages, are modules that a step calls; this one calls none that has "
+                "parameters. Those that it takes by themselves (nn.Parameter, nn.ParameterList, "
+                "functional.linear(x, layer.weight)) are no layers: let modules compute with them, and call these, or "
+                "train on one stage."
+            )
         raise ConfigurationError(
             f"A step calls the layers that are divided into stages; this one calls none of those of {units.name!r}. "
             f"Name the module that it calls: pipeline_module=... of PfoPipelineStrategy or of the pipelined model."

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning as L
@@ -511,6 +512,23 @@ class Grows(Base):
             other.data.lerp_(mine.data, 0.5)
 
 
+class Anchored(Base):
+    """Is held near the weights that it had at the end of an epoch (elastic weight consolidation)."""
+
+    anchors = None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch).square().mean()
+        if self.anchors is not None:
+            loss = loss + sum((p - self.anchors[name]).square().sum() for name, p in self.layers.named_parameters())
+        return loss
+
+    def on_train_epoch_end(self):
+        whole = getattr(self.trainer.strategy, "whole_parameters", nullcontext)
+        with whole():
+            self.anchors = {name: p.detach().clone() + 0.1 for name, p in self.layers.named_parameters()}
+
+
 def make_trainer(devices, epochs=1):
     strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
     return L.Trainer(
@@ -582,6 +600,7 @@ def equal_to_one_device(devices):
     trainer.fit(module, loader(), loader())
     found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]
     found["is copied"] = train(Grows(), devices)
+    found["is anchored"] = train(Anchored(), devices, epochs=2)
     found["copies weights"] = train(SetInHook("copy"), devices)
     found["tied in a hook"] = train(TiedInHook("last"), devices)
     found["tied evaluation"] = train(Tied("evaluation"), devices)

@@ -975,6 +975,7 @@ class Queues(Base):
         self.register_buffer("made", noise.clone())
         self.first, self.copied, self.written, self.array = (noise.clone() for _ in range(4))
         self.array, self.items, self.seen = self.array.numpy(), [], []
+        self.pairs, self.latest, self.fields = [], [], ()
 
     def training_step(self, batch, batch_idx):
         output = self.layers(batch[0])
@@ -987,13 +988,18 @@ class Queues(Base):
         self.written[-len(rows) :] = rows
         self.array = np.concatenate([self.array, rows.numpy()])[-9:]
         self.items = [*self.items, *rows[:, 0].tolist()][-6:]
+        self.pairs = self.pairs + [(row[0].item(), row.clone()) for row in rows]
+        self.latest.extend((batch_idx, (number, [number])) for number in rows[:, 0].tolist())
+        self.latest = self.latest[-6:]
+        self.fields = (*self.fields, *(Both(number, batch_idx) for number in rows[:, 0].tolist()))
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.seen.append(plain((outputs["loss"], self.made, self.array, len(self.items))))
 
     def found(self):
-        return plain([self.seen, self.made, self.first, self.copied, self.written, self.array, self.items])
+        lists = [self.items, self.pairs, self.latest, self.fields]
+        return plain([self.seen, self.made, self.first, self.copied, self.written, self.array, *lists])
 
 
 class SetsData(Base):

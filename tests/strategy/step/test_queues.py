@@ -56,6 +56,19 @@ def test_lists_of_counters_go_on_as_tensors_do():
     assert Merge((2, 2), (0.5, 0.5), rules).values([[4, 2], [5, 6]], [3, 1], "self.items") == [4, 2, 5, 6]
 
 
+def test_lists_of_tuples_go_on_whoever_has_made_these_anew():
+    def pairs(*numbers):
+        return [(number, (str(number),)) for number in numbers]
+
+    texts = {text: text for text in "123456"}  # one object for each, as those that a step has kept
+    before, *values = (
+        [(number, (texts[text],)) for number, (text,) in pairs(*numbers)]
+        for numbers in [(1, 2), (1, 2, 3, 4), (1, 2, 5, 6)]
+    )
+    assert Merge((2, 2), (0.5, 0.5)).values(values, before, "self.rows") == pairs(1, 2, 3, 4, 5, 6)
+    assert queue_keeps(values[0][1:], 2, before) == 1
+
+
 def rows(*numbers):
     return torch.tensor(numbers).repeat(2, 1).T
 

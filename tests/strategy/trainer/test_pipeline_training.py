@@ -156,7 +156,7 @@ def test_modules_of_other_forms_train_like_one_device(ranks, name):
 @pytest.mark.parametrize(
     ("case", "kind", "words"),
     [
-        ("never_calls", "ConfigurationError", ["calls none of those of 'model'", "pipeline_module=..."]),
+        ("never_calls", "ConfigurationError", ["calls none that has parameters", "nn.ParameterList", "let modules"]),
         ("returns_nothing", "InvalidOutputError", ["must return a Tensor, a dict, or None", "got 'nothing'"]),
         ("fails_in_the_loss", "ZeroDivisionError", ["the user's own mistake"]),
         ("fails_in_a_layer", "RuntimeError", ["mat1 and mat2"]),

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH, deviates
+from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH, DeviationError, deviates
 from lightning_pfo.strategy.model.tracing.functions import draws, form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
 from lightning_pfo.strategy.model.tracing.tracked import (
@@ -298,7 +298,7 @@ def _answer(
     except (RuntimeError, TypeError) as error:
         if not lacks_values(error):
             raise
-        raise ConfigurationError(_IN_STEP.format(place=users_line())) from error
+        raise DeviationError(_IN_STEP.format(place=users_line())) from error  # a trace may tell where it has values
     if not _is_new(result, (args, kwargs)):
         return _marked(result)  # views of placeholders are some as well
     if beyond:

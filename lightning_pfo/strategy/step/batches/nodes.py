@@ -123,7 +123,17 @@ def _length_of(value: Any) -> int | None:
 
 def is_alike(node: Node) -> bool:
     """Whether all items are of one kind, as samples are, and inputs and labels mostly are not."""
-    return len(_kinds_in(node)) <= 1
+    kinds = _kinds_in(node)
+    if len(kinds) <= 1:
+        return True
+    if not _are_lists(kinds):
+        return False
+    of_items: list[frozenset[Any]] = sorted((kind[1] for kind in kinds), key=len)
+    return all(each <= of_items[-1] and _are_lists(of_items[-1] - each) for each in of_items)  # some may be empty
+
+
+def _are_lists(kinds: frozenset[Any]) -> bool:
+    return all(isinstance(kind, tuple) and kind[0] == "list" for kind in kinds)
 
 
 def _kinds_in(node: Node) -> frozenset[Any]:

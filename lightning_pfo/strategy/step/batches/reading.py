@@ -17,7 +17,7 @@ Nothing in it says which, so this is the rule:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Known:
     Attributes:
         structure: Paths of tuples that are no lists of samples, however long they are.
         lengths: Paths and lengths of lists that were as long in batches of other sizes.
-        samples: Paths of lists that had a tensor, or several, for each sample.
+        samples: Paths of lists that had an item for each sample.
         columns: Paths and lengths of lists that had tensors of all samples, and were as long as the batch by chance.
     """
 
@@ -77,7 +77,7 @@ class Known:
             if node.length is not None and node.may_be_samples:
                 if node.length != reading.size:
                     self.lengths.add((node.path, node.length))
-                elif node.has_tensors and node.path in reading.lists:
+                elif node.path in reading.lists:
                     self.samples.add(node.path)
                 elif node.has_tensors:
                     self.columns.add((node.path, node.length))
@@ -105,7 +105,7 @@ def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: 
     possible = [reading for reading in readings if reading is not None]
     if not any(reading.is_firm for reading in possible):
         raise BatchError(_refusal(root, batch_dim))
-    reading = _choose(root, possible, expected)
+    reading = _choose(root, possible, expected, frozenset() if known is None else frozenset(known.samples))
     if reading.size < 1:
         raise BatchError(f"A batch has one sample at least; {_named(root, reading.size)} has none.")
     if known is not None:
@@ -154,7 +154,7 @@ class _Found:
         if is_long and node.may_be_samples and not _has_columns(node, self.size):
             sizes = {leaf.size for leaf in node.sized()}
             is_known = node.path in self.known.samples
-            if not sizes or (is_alike(node) and (is_known or sizes != {self.size})):
+            if not sizes or (is_alike(node) and (is_known or sizes != {self.size} or _have_single_values(node))):
                 self.samples.append(node)
                 if sizes and _has_tensors_only(node) and not is_known:
                     self.columns_of_tensors += 1
@@ -180,10 +180,11 @@ def _read_as(root: Node, size: int, expected: Collection[int] = (), known: Known
         lists.update(each.path for each in found.undecided if not _has_tensors_only(each) or _look_like_images(each))
     elif size > 1:
         for node in found.undecided:
-            if _has_tensors_only(node) and node.path.endswith("']"):  # a list of [inputs, labels] has no name
+            has_name = _has_tensors_only(node) and node.path.endswith("']")  # a list of [inputs, labels] has none
+            if has_name or (node is not root and all(isinstance(child.value, Mapping) for child in node.children)):
                 warn_once(
-                    f"{node.path} has as many tensors as the batch has samples ({size}), each of this size: they are "
-                    f"taken for tensors of all samples, not for one of each."
+                    f"{node.path} has as many items as the batch has samples ({size}), with tensors of this size: they "
+                    f"are taken for tensors of all samples, not for one of each. If they are: {_OWN_WAY}"
                 )
     return Reading(root, size, frozenset(lists), found.is_firm or found.columns_of_tensors > 1)
 
@@ -201,7 +202,12 @@ def _has_columns(node: Node, size: int) -> bool:
         return False
     if isinstance(node.value, tuple):
         return all(any(inner.length == size for inner in child.all()) for child in node.children)
-    return all(isinstance(child.value, tuple) and child.length == size for child in node.children)
+    return all(isinstance(child.value, tuple) and child.length == size and _is_column(child) for child in node.children)
+
+
+def _is_column(node: Node) -> bool:
+    """Whether items are of one class, as those of a field are in all samples; those of a sample, often, are not."""
+    return len(set(map(type, node.value))) == 1
 
 
 def _all_lists_fit(node: Node, size: int, lists: set[str]) -> bool:
@@ -227,8 +233,8 @@ def _candidates(root: Node) -> list[int]:
     return list(found)
 
 
-def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> Reading:
-    """The right one of several readings, of which one at least is firm."""
+def _choose(root: Node, readings: list[Reading], expected: Collection[int], samples: frozenset[str]) -> Reading:
+    """The right one of several readings, of which one at least is firm; these lists have been ones of samples."""
     firm = [reading for reading in readings if reading.is_firm]
     known = [reading for reading in firm if reading.size in expected]
     tensor_sizes = {leaf.size for leaf in root.sized()}
@@ -238,6 +244,9 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> R
     if by_tensors is None:
         if len(firm) == 1:
             return firm[0]
+        as_before = [reading for reading in firm if samples & reading.lists]
+        if len(as_before) == 1:
+            return as_before[0]
         sizes = [reading.size for reading in firm]
         raise BatchError(
             f"A batch has one size, but {listed([f'{_named(root, size)} has {size}' for size in sizes])}: either may "
@@ -265,10 +274,23 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int]) -> R
 
 
 def _has_plain_values(node: Node) -> bool:
+    return all(any(map(_is_plain, child.children)) for child in node.children if child.value is not None)
+
+
+def _is_plain(node: Node) -> bool:
+    return isinstance(node.value, (int, float, str))
+
+
+def _have_single_values(node: Node) -> bool:
+    """Whether all items have a number, a text or a tensor without dimensions beside tensors: these are of one sample.
+
+    `default_collate` leaves none of them there.
+    """
     return all(
-        any(isinstance(part.value, (int, float, str)) for part in child.children)
+        any(
+            _is_plain(part) or (isinstance(part.value, torch.Tensor) and not part.value.ndim) for part in child.children
+        )
         for child in node.children
-        if child.value is not None
     )
 
 

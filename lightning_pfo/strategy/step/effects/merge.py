@@ -426,7 +426,9 @@ def _turned(array: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two items are one, or views of all of one tensor."""
+    """Whether two items are one, or views of all of one tensor, or tuples of such."""
+    if isinstance(one, tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
     if type(one) is not torch.Tensor or type(other) is not torch.Tensor or one.shape != other.shape:
         return one is other or (isinstance(one, At) and one == other)
     return one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.dtype == other.dtype

@@ -15,7 +15,7 @@ from lightning_pfo.strategy.step.batches.splitting import split_batch
 
 
 def zeros(*shape):
-    return torch.zeros(*shape)
+    return torch.zeros(shape)
 
 
 IMAGES = tuple(zeros(3, 4 + i, 4) for i in range(4))
@@ -50,6 +50,13 @@ TARGETS = tuple({"boxes": zeros(i, 4), "labels": zeros(i)} for i in range(4))
         ([("a", "b"), ("c", "d"), zeros(2)], 2, ["batch[0]", "batch[1]"]),  # default_collate of texts
         ({"x": zeros(2), "meta": [("a", "b"), ("c", "d")]}, 2, ["batch['meta'][0]", "batch['meta'][1]"]),
         ({"x": zeros(2), "meta": [["a", "b"], ["c", "d"]]}, 2, ["batch['meta']"]),
+        # all of one size, but default_collate leaves no number or tensor without dimensions beside tensors
+        ([(zeros(4), 1)] * 4, 4, ["batch"]),
+        ([(zeros(4), zeros())] * 4, 4, ["batch"]),
+        ([{"x": zeros(4), "name": "a"}] * 4, 4, ["batch"]),
+        ({"x": zeros(2), "of_each": [(zeros(2), 1)] * 2}, 2, ["batch['of_each']"]),
+        ([("a", 1), ("b", 0)], 2, ["batch"]),  # fields have values of one class
+        ([([1, 2, 3], 1, "a"), ([3], 0, "b"), ([], 1, "c")], 3, ["batch"]),
         (["a", "b", "c"], 3, ["batch"]),
         ((["a", "b", "c"], [1, 2, 3]), 3, ["batch[0]", "batch[1]"]),
         ([("a", 1), ("b", 2), ("c", 3)], 3, ["batch"]),
@@ -108,6 +115,14 @@ def test_the_size_of_the_loader_decides_where_both_readings_are_possible(batch, 
     assert read(batch, expected=expected).size == size
 
 
+def test_lists_of_samples_are_such_in_a_last_batch_that_is_shorter():
+    known = Known()
+    sample = [1, 2, 3, 4], 0
+    assert [read([sample] * size, expected=(4, 3), known=known).size for size in (4, 3)] == [4, 3]
+    with pytest.raises(BatchError, match="either may be the number of samples"):
+        read([sample] * 3, expected=(4, 3))
+
+
 def test_numbers_beside_a_list_of_tensors_say_that_it_has_one_for_each_sample(caplog):
     pairs = tuple((zeros(3, 8, 8), zeros(3, 8, 8)) for _ in range(5))
     with caplog.at_level(logging.WARNING):
@@ -121,7 +136,8 @@ def test_numbers_beside_a_list_of_tensors_say_that_it_has_one_for_each_sample(ca
     [
         (list(IMAGES), "batch is taken for 4 parts of a batch of 3 samples"),
         ([{"x": zeros(5), "y": zeros(5)}] * 4, "batch is taken for 4 parts of a batch of 5 samples"),
-        ({"points": [zeros(2, 3), zeros(2, 3)], "y": zeros(2)}, r"batch\['points'\] has as many tensors as the batch"),
+        ({"points": [zeros(2, 3), zeros(2, 3)], "y": zeros(2)}, r"batch\['points'\] has as many items as the batch"),
+        ((zeros(2, 5), [{"boxes": zeros(2, 4)}] * 2), r"batch\[1\] has as many items as the batch.*split_batch="),
     ],
 )
 def test_what_may_be_mistaken_is_said_once(batch, said, caplog):
