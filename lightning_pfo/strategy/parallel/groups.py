@@ -112,6 +112,14 @@ class RanksApartError(PfoError, RuntimeError):
         self.places = tuple(places)
 
 
+class OutOfMemoryElsewhereError(PfoError, RuntimeError):
+    """Another rank has run out of memory, outside of a step; in words by which it is known to be that."""
+
+
+OUT_OF_MEMORY = "a call that has run out of memory"
+"""Where ranks come to that say so to others, which run out of it, too."""
+
+
 def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (), same: int = 0) -> list[bool]:
     """Say what comes next; a collective call of processes that do it together.
 
@@ -126,6 +134,7 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (),
 
     Raises:
         RanksApartError: On every rank, if another one comes to something else.
+        OutOfMemoryElsewhereError: On every rank, if one comes to `OUT_OF_MEMORY`, and another to something else.
         BatchError: On every rank, if another one has another number.
     """
     if dist.get_world_size(group) == 1:
@@ -142,6 +151,9 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (),
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, (place, _) in enumerate(told):
         ranks[place].append(rank)
+    if OUT_OF_MEMORY in ranks:
+        where = ", ".join(str(global_rank(group, rank)) for rank in ranks[OUT_OF_MEMORY])
+        raise OutOfMemoryElsewhereError(f"CUDA out of memory. It was so on rank {where}.")
     found = "; ".join(f"rank {', '.join(map(str, some))}: {place}" for place, some in ranks.items())
     raise RanksApartError(
         f"The ranks of a pipeline do everything together, but they are at different places: {found}. Decide alike on "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -23,11 +24,14 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.tuner import batch_size_scaling
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pfo.strategy.parallel.groups import OutOfMemoryElsewhereError
 from lightning_pfo.strategy.parallel.patches import Patches
 
 __all__ = ["connect_processes", "default_backend", "seed_workers", "share_threads"]
@@ -112,6 +116,9 @@ PRIVATE = {
     ),
     "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx": (
         "With val_check_interval as a time, each rank would validate when its own clock says so."
+    ),
+    "lightning.pytorch.tuner.batch_size_scaling._try_loop_run": (
+        "Where one rank runs out of memory outside of a step (in optimizer.step()), scaling the batch size would end."
     ),
     "lightning.pytorch.loops.optimization.automatic._AutomaticOptimization._skip_backward": (
         "Gradients would be gone in the batches that StochasticWeightAveraging runs for batch norms alone."
@@ -329,6 +336,29 @@ def validate_together(trainer: pl.Trainer, is_any: Callable[[bool], bool], patch
     if not isinstance(getattr(trainer, "val_check_interval", None), (int, float)):  # a time is not kept there
         decide = loop._should_check_val_fx
         patches.set(loop, "_should_check_val_fx", lambda data_fetcher: is_any(decide(data_fetcher)))
+
+
+def try_together(tell: Callable[[], object], patches: Patches) -> None:
+    """Let ranks that look for the largest batch run out of memory together.
+
+    Args:
+        tell: Tells the others of it; a collective call of those that have run out of it, or come to something else.
+        patches: Closing them puts back what makes a trial.
+    """
+    make_trial = batch_size_scaling._try_loop_run
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        try:
+            make_trial(*args, **kwargs)
+        except OutOfMemoryElsewhereError:
+            raise
+        except RuntimeError as error:
+            if is_oom_error(error):
+                with suppress(OutOfMemoryElsewhereError):
+                    tell()
+            raise
+
+    patches.set(batch_size_scaling, "_try_loop_run", call)
 
 
 def _comes(loop: Any, first_comes: Callable[[bool], None]) -> None:

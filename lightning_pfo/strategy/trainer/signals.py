@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
-from lightning_pfo.strategy.parallel.groups import tell_each_other
+from lightning_pfo.strategy.parallel.groups import OUT_OF_MEMORY, tell_each_other
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.trainer.compat import (
@@ -32,6 +32,7 @@ from lightning_pfo.strategy.trainer.compat import (
     after_batches,
     end_after_batch,
     handle_signals,
+    try_together,
     validate_together,
 )
 from lightning_pfo.strategy.trainer.logged.compat import log_what_any_logs
@@ -94,6 +95,8 @@ class SignalsAtBatchEnd:
             patches,
         )
         validate_together(trainer, partial(self._is_any, trainer), patches)
+        strategy: Any = trainer.strategy
+        try_together(partial(strategy.meet, OUT_OF_MEMORY), patches)
 
     def _is_any(self, trainer: pl.Trainer, is_here: bool) -> bool:
         strategy: Any = trainer.strategy

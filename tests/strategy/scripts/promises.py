@@ -836,8 +836,22 @@ class RunsOutOfMemory(Skips):
         return self.loss(batch[0])
 
 
+class RunsOutInAHook(RunsOutOfMemory):
+    """On one rank alone, as where its optimizer makes its states."""
+
+    def fail(self, layer, args, output):
+        pass
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.batch_size > 4 and self.trainer.global_rank == self.trainer.world_size - 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate a lot.")
+
+
 def scales(where):
-    module = RunsOutOfMemory()
+    return [scale(where, RunsOutOfMemory()), scale(where, RunsOutInAHook())]
+
+
+def scale(where, module):
     chosen = {} if where == "plain" else {"strategy_options": {"num_microbatches": None}}
     trainer, _ = trainer_of(where, max_epochs=1, limit_val_batches=0, **chosen)
     found = Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=4, steps_per_trial=1)

@@ -1,12 +1,13 @@
 """What microbatches change of a module, put together as one batch."""
 
-from collections import deque
+from collections import deque, namedtuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.outward.calls import Outlets, redirected
@@ -179,3 +180,9 @@ def test_what_has_several_names_is_known_by_the_same_in_whichever_order_they_wer
         shared.append(inner)
         places.append({path for path, holder in Attributes(module)._holders.items() if holder is shared})
     assert places == [{("a",)}, {("a",)}]
+
+
+def test_a_container_of_a_class_that_others_do_not_find_is_refused_with_a_way_out():
+    fields = namedtuple("fields", "a b")  # of this function
+    with pytest.raises(ConfigurationError, match=r"looked for by name: define them at the top of a module"):
+        pack({"both": fields(torch.zeros(2), "text")}, torch.device("cpu"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
 from lightning_pfo.strategy.step.batches.notices import warn_once
@@ -83,6 +84,7 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
 
     Raises:
         DeviationError: If a tensor has no values here.
+        ConfigurationError: If a container in it is of a class that other processes do not find.
     """
     parcel = Parcel(b"")
 
@@ -106,7 +108,14 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
     try:
         parcel.outline = pickle.dumps(marked)
     except Exception:  # anything may be among the leaves
-        parcel.outline = pickle.dumps(_mapped(_sendable, marked))
+        marked = _mapped(_sendable, marked)
+        try:
+            parcel.outline = pickle.dumps(marked)
+        except (pickle.PicklingError, AttributeError) as error:  # such as a named tuple of a class made in a function
+            raise ConfigurationError(
+                f"What a step returns or leaves behind is sent to other ranks, where its classes are looked for by "
+                f"name: define them at the top of a module, or use a dict. {error}"
+            ) from error
     return parcel
 
 
