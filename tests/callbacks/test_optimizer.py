@@ -12,6 +12,8 @@ from lightning_pfo.callbacks.optimizer import _job
 from lightning_pfo.planner import load_frontier, read_profile, select_plan
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "optimizer.py"
 
 

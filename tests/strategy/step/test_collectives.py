@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

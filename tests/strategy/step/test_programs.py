@@ -61,6 +61,7 @@ def train(strategy, traced):
     return module
 
 
+@pytest.mark.slow
 def test_the_forms_that_came_last_are_remembered_and_nothing_is_kept_of_others(monkeypatch):
     traced = Counter()
     ordinary = programs.Programs._trace
