@@ -85,7 +85,7 @@ class MadeWeights:
 
 
 class _Once:
-    """In place of a function that makes a weight; a copy of its object has one that knows of no batches."""
+    """In place of a function that makes a weight; a copy of its object has that function."""
 
     def __init__(self, weights: MadeWeights, maker: Any, make: Callable[..., Any], buffers: _ListsBuffers) -> None:
         functools.update_wrapper(self, make)
@@ -93,6 +93,9 @@ class _Once:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._weights.make(self._maker, functools.partial(self._make, *args, **kwargs), self._buffers())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._make, memo)
 
 
 def _copies(buffers: Buffers) -> Buffers:
