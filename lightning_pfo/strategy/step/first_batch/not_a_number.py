@@ -53,10 +53,10 @@ def refuse_nan(
     if not in_batch_of and not parameters:
         raise ConfigurationError(
             f"{seen}, although the batch and all parameters are finite, so training would change all weights to NaN. "
-            f"Look at the loss: a mean over no elements (a microbatch whose labels are all -100: use fewer "
-            f"microbatches), log(0), 0 / 0, or an overflow in 16 bits. torch.autograd.set_detect_anomaly(True) names "
-            f"the operation; if num_microbatches=1 and schedule='gpipe' give a number, the loss does not suit "
-            f"microbatches."
+            f"Look at the loss: a mean over no elements (of a microbatch whose labels are all -100, or of which a mask "
+            f"that the step makes leaves nothing: use loss_over='batch' with schedule='gpipe', or fewer microbatches), "
+            f"log(0), 0 / 0, or an overflow in 16 bits. torch.autograd.set_detect_anomaly(True) names the operation; "
+            f"if num_microbatches=1 and schedule='gpipe' give a number, the loss does not suit microbatches."
         )
     if engine.is_speaker:
         why = (
