@@ -9,6 +9,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "first_batch.py"
 
 
