@@ -58,7 +58,7 @@ class StepOnStages:
         replica_group: Processes with the same stages in other replicas; None where there is one replica.
         batching: How batches are divided, and how much each microbatch counts.
         deferred: Batch norms whose running statistics are those of whole batches.
-        made_weights: What makes weights and changes buffers in doing so; None where layers are compiled.
+        made_weights: What makes weights and changes buffers in doing so; None if nothing does.
 
     Attributes:
         programs: What stages do of each kind of step.
@@ -91,8 +91,8 @@ class StepOnStages:
         agree = partial(agree_on_trace, hosts=engine.host_group())
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)
-        made_names = made_weights.names if made_weights else set()
-        self.layers = LayerWatch(owner, split.modules_inside(owner, stages), made_names)
+        of_weights = made_weights.names if made_weights else ()
+        self.layers = LayerWatch(owner, split.modules_inside(owner, stages), of_weights)
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
         self.differentiates = False
@@ -101,7 +101,7 @@ class StepOnStages:
         self._called: defaultdict[str, set[Counts]] = defaultdict(set)
         self._users = split.held
         self._deferred = deferred
-        self._made_weights = made_weights if made_names else None
+        self._made_weights = made_weights
         self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)

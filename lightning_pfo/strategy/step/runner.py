@@ -16,7 +16,7 @@ from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
-from lightning_pfo.strategy.model.reach.made_weights import MadeWeights
+from lightning_pfo.strategy.model.reach.made_weights import find_made_weights
 from lightning_pfo.strategy.model.reach.metrics import type_of_logged
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts
@@ -112,7 +112,8 @@ class StepRunner:
         self.batching = batching
         self.engine = engine
         self.owner = owner
-        made_weights = None if compiled else MadeWeights(owner, {unit.module for unit in split.units.all}, patches)
+        followed = {unit.module for unit in split.units.all}
+        made_weights = None if compiled else find_made_weights(owner, followed, patches)
         self._stages = on_stages = StepOnStages(
             engine, owner, split, parameters, shared, patches, replica_group, batching, deferred, made_weights
         )

@@ -33,7 +33,7 @@ class MadeWeights:
         patches: Gives what makes weights back when it is closed.
 
     Attributes:
-        names: Their buffers; without any there is nothing to do.
+        names: Their buffers.
     """
 
     def __init__(self, root: nn.Module, followed: Collection[nn.Module], patches: Patches) -> None:
@@ -82,6 +82,12 @@ class MadeWeights:
         if self._counts is not None:
             self._left[maker] = buffers, _copies(buffers)
         return made
+
+
+def find_made_weights(root: nn.Module, followed: Collection[nn.Module], patches: Patches) -> MadeWeights | None:
+    """What makes weights and changes buffers in doing so; None if nothing does."""
+    found = MadeWeights(root, followed, patches)
+    return found if found.names else None
 
 
 class _Once:

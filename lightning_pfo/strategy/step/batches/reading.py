@@ -105,7 +105,7 @@ def read(batch: Any, batch_dim: int = 0, expected: Collection[int] = (), known: 
     possible = [reading for reading in readings if reading is not None]
     if not any(reading.is_firm for reading in possible):
         raise BatchError(_refusal(root, batch_dim))
-    reading = _choose(root, possible, expected, frozenset() if known is None else frozenset(known.samples))
+    reading = _choose(root, possible, expected, () if known is None else known.samples)
     if reading.size < 1:
         raise BatchError(f"A batch has one sample at least; {_named(root, reading.size)} has none.")
     if known is not None:
@@ -184,7 +184,7 @@ def _read_as(root: Node, size: int, expected: Collection[int] = (), known: Known
             if has_name or (node is not root and all(isinstance(child.value, Mapping) for child in node.children)):
                 warn_once(
                     f"{node.path} has as many items as the batch has samples ({size}), with tensors of this size: they "
-                    f"are taken for tensors of all samples, not for one of each. If they are: {_OWN_WAY}"
+                    f"are taken for tensors of all samples, not for one of each. If each is of one: {_OWN_WAY}"
                 )
     return Reading(root, size, frozenset(lists), found.is_firm or found.columns_of_tensors > 1)
 
@@ -233,7 +233,7 @@ def _candidates(root: Node) -> list[int]:
     return list(found)
 
 
-def _choose(root: Node, readings: list[Reading], expected: Collection[int], samples: frozenset[str]) -> Reading:
+def _choose(root: Node, readings: list[Reading], expected: Collection[int], samples: Collection[str]) -> Reading:
     """The right one of several readings, of which one at least is firm; these lists have been ones of samples."""
     firm = [reading for reading in readings if reading.is_firm]
     known = [reading for reading in firm if reading.size in expected]
@@ -244,7 +244,7 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int], samp
     if by_tensors is None:
         if len(firm) == 1:
             return firm[0]
-        as_before = [reading for reading in firm if samples & reading.lists]
+        as_before = [reading for reading in firm if not reading.lists.isdisjoint(samples)]
         if len(as_before) == 1:
             return as_before[0]
         sizes = [reading.size for reading in firm]
@@ -254,8 +254,7 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int], samp
         )
     by_lists = {path: reading for reading in readings if reading is not by_tensors for path in reading.lists}
     lists = [node for node in root.all() if node.path in by_lists and node.has_tensors]
-    # default_collate leaves no number or text beside tensors, so these are of one sample
-    if len({node.length for node in lists}) == 1 and all(_has_plain_values(node) for node in lists):
+    if len({node.length for node in lists}) == 1 and all(map(_have_single_values, lists)):
         return by_lists[lists[0].path]
     # nor does it leave a list of numbers, so one that is as long as a list of tensors has one for each sample
     plain = {node.path for node in root.all() if not node.has_tensors and node.length}
@@ -273,25 +272,17 @@ def _choose(root: Node, readings: list[Reading], expected: Collection[int], samp
     return by_tensors
 
 
-def _has_plain_values(node: Node) -> bool:
-    return all(any(map(_is_plain, child.children)) for child in node.children if child.value is not None)
-
-
-def _is_plain(node: Node) -> bool:
-    return isinstance(node.value, (int, float, str))
-
-
 def _have_single_values(node: Node) -> bool:
     """Whether all items have a number, a text or a tensor without dimensions beside tensors: these are of one sample.
 
     `default_collate` leaves none of them there.
     """
-    return all(
-        any(
-            _is_plain(part) or (isinstance(part.value, torch.Tensor) and not part.value.ndim) for part in child.children
-        )
-        for child in node.children
-    )
+    return all(any(map(_is_single, child.children)) for child in node.children if child.value is not None)
+
+
+def _is_single(node: Node) -> bool:
+    is_number = isinstance(node.value, torch.Tensor) and not node.value.ndim
+    return is_number or isinstance(node.value, (int, float, str))
 
 
 def _look_like_images(node: Node) -> bool:
