@@ -34,13 +34,13 @@ from lightning_pfo.strategy.model.tracing.ends import (
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
-from lightning_pfo.strategy.model.tracing.forms.numbers import check_same, number_in
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.functions import HOOKS, Uncompiled, whose_values_count
 from lightning_pfo.strategy.model.tracing.noticing.applied import functions_followed, leave_transform
 from lightning_pfo.strategy.model.tracing.noticing.held import WeightsFollowed
 from lightning_pfo.strategy.model.tracing.noticing.switches import switches_kept
+from lightning_pfo.strategy.model.tracing.numbers import check_same, number_in
 from lightning_pfo.strategy.model.tracing.placeholders import has_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import (
     AbsentValueError,

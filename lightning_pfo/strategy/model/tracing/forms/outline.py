@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
+from lightning_pfo.strategy.model.tracing.forms.over_time import FewTimeSteps, Saved
 from lightning_pfo.strategy.model.tracing.forms.selecting import Selected, Selecting
 from lightning_pfo.strategy.model.tracing.forms.values import (
     LooksBounded,
@@ -41,7 +42,6 @@ from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
 from lightning_pfo.strategy.model.variables import told_of_error
 from lightning_pfo.strategy.parallel.compat import (
     form_without_values,
-    memory_of,
     tensors_of,
     version_of,
 )
@@ -133,7 +133,11 @@ def outline_call(
     mode = mode_without_values()
     call = functools.partial(_call, module, forward, arguments, device)
     attempts: list[_Attempt] = [
-        lambda: call(mode, functools.partial(form_of, mode), make=functools.partial(form_without_values, mode)),
+        lambda: call(
+            all_of([mode, FewTimeSteps()]),
+            functools.partial(form_of, mode),
+            make=functools.partial(form_without_values, mode),
+        ),
         *([lambda: _with_all_selected(call)] if selects_all else []),
         lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
         lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
@@ -219,8 +223,8 @@ def _call(
     with Kept(module) as kept, mode:
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
-        saved = _Saved(tensors.values())
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), saved:
+        saved = Saved(tensors.values())
+        with saved:
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
     rewritten = {name for name, version in state.items() if version_of(tensors[name]) != version}
     given, given_structure = tree_flatten((args, kwargs))
@@ -284,38 +288,6 @@ def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwar
     bare = Holder(module, forward)
     device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
     return functional_call(bare, _held_tensors(bare, device), args, kwargs, tie_weights=False)
-
-
-class _Saved:
-    """Adds up the memory that autograd keeps, each piece once, and keeps nothing of it when the context is closed.
-
-    What autograd keeps would be kept for ever if it led to itself, as a result does that is kept for its own backward.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        self.num_bytes = 0
-        # the tensors are held, so that no other memory gets the place of theirs
-        self._known = {memory_of(tensor): tensor for tensor in known}
-        self._boxes: list[list[torch.Tensor]] = []
-
-    def pack(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Note a tensor that is kept."""
-        if self._known.setdefault(memory_of(tensor), tensor) is tensor:
-            self.num_bytes += tensor.numel() * tensor.element_size()
-        self._boxes.append([tensor])
-        return self._boxes[-1]
-
-    def unpack(self, box: list[torch.Tensor]) -> torch.Tensor:
-        """The tensor that was kept."""
-        return box[0]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        for box in self._boxes:
-            box.clear()
-        self._known.clear()
 
 
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:
