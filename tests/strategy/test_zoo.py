@@ -52,6 +52,7 @@ EQUAL = [
     "calls_functions",
     "hypernetwork",
     "meta_learning",
+    "probed",
     "hooks_on_backward",
     "takes_from_its_batch",
     "goes_other_ways",

@@ -57,6 +57,40 @@ def gives_back_weights() -> Any:
     return GivesBackWeights(), vectors()
 
 
+class Probe(nn.Module):
+    """Reads what others have made without training them, and with `torch.autograd.grad` by what it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out: Tensor = self.layers(x)
+        return out + torch.autograd.grad(out.sum(), x, create_graph=True)[0]
+
+
+class Probed(Layered):
+    """Layers before a probe have no gradients, which weight decay would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = Probe()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return functional.mse_loss(self.probe(self.head(self.model(x))), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
+
+
+@case("steps")
+def probed() -> Any:
+    return Probed(), vectors()
+
+
 class Scale(nn.Module):
     """Does something else in evaluation mode."""
 

@@ -133,6 +133,7 @@ class Event:
         returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
         left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
+        detached: Of units, the labels of values that they take, and whose gradients do not depend on what they return.
         numbers: Of units, the value in which all numbers that they make are sent; None: they make none.
         of_metric: Whether a torchmetrics object calls it, which counts on the last stage.
         content: What it is told apart by from others, on all ranks alike; see `noticing.content`.
@@ -152,6 +153,7 @@ class Event:
     returns: int = -1
     saved_bytes: int = 0
     left: tuple[Place, ...] = ()
+    detached: frozenset[int] = frozenset()
     numbers: int | None = None
     of_metric: bool = False
     content: int = 0

@@ -261,6 +261,9 @@ class _TraceRun:
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
         for known in ("saved_bytes", "changes_state", "changes_weights", "rewrites", "returns", "left"):
             setattr(event, known, getattr(outline, known))
+        within = values_within(unit.module) if outline.detached else ()
+        others = [leaf for index, leaf in enumerate(leaves) if index not in outline.detached]
+        event.detached = _labels(leaves) - _labels([*others, *within])
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position
@@ -532,3 +535,7 @@ class _TraceRun:
         with random_state.isolated(self._device) as before:
             yield
             random_state.notice_draws_on_host(before)
+
+
+def _labels(leaves: Iterable[Any]) -> frozenset[int]:
+    return frozenset(leaf.label for leaf in leaves if is_value(leaf))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
@@ -84,6 +85,7 @@ class Outline:
         left: The attributes of its parts in which it leaves tensors; these stand here behind what it returns.
         hiding: The class of something with tensors in it that cannot be taken apart; none: "".
         way: How it was found; 0: in the first way of `outline_call`.
+        detached: The arguments that need gradients and get none of what it returns, such as one that it detaches.
         guessed_after: With what it fails, and the line, where the form is taken for that of its first argument.
     """
 
@@ -101,6 +103,7 @@ class Outline:
     left: tuple[Place, ...] = ()
     hiding: str = ""
     way: int = 0
+    detached: tuple[int, ...] = ()
     guessed_after: str = ""
 
 
@@ -223,6 +226,7 @@ def _call(
     with Kept(module) as kept, mode:
         state = {name: version_of(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
+        ways_in = {i: get_gradient_edge(leaf).node for i, leaf in enumerate(inputs) if _needs_gradients(leaf)}
         saved = Saved(tensors.values())
         with saved:
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
@@ -239,6 +243,7 @@ def _call(
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
         if _is_tensor(leaf) and version_of(leaf) != version
     ]
+    reached = _operations_of(leaf for leaf in found if id(leaf) not in positions) if ways_in else set()
     return replace(
         outline,
         leaves=[Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
@@ -247,6 +252,7 @@ def _call(
         given_gradients=tuple(i for i in changed if inputs[i].requires_grad and not leaves[i].requires_grad),
         saved_bytes=saved.num_bytes,
         hiding=hidden,
+        detached=tuple(i for i, way_in in ways_in.items() if way_in not in reached),
         changes_state=bool(rewritten),
         changes_weights=any(name in rewritten for name, _ in bare.named_parameters()),
     )
@@ -290,12 +296,28 @@ def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwar
     return functional_call(bare, _held_tensors(bare, device), args, kwargs, tie_weights=False)
 
 
+def _operations_of(values: Iterable[Any]) -> set[Node]:
+    """All that autograd would do for the gradients of some values."""
+    waiting = [value.grad_fn for value in values if _needs_gradients(value)]
+    seen: set[Node] = set()
+    while waiting:
+        operation = waiting.pop()
+        if operation is not None and operation not in seen:
+            seen.add(operation)
+            waiting += [before for before, _ in operation.next_functions]
+    return seen
+
+
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:
     first = next(leaf for leaf in tree_leaves(arguments) if _is_tensor(leaf) and leaf.is_floating_point())
     needs_grad = first.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
     form = first.detach().requires_grad_(needs_grad and torch.is_grad_enabled())
     found, structure = tree_flatten(form)
     return Outline(found, structure, [])
+
+
+def _needs_gradients(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _is_tensor(value: Any) -> bool:

@@ -204,7 +204,7 @@ def _digest(tensor: torch.Tensor) -> Hashable:
 
 def _described(outline: Outline) -> Hashable:
     leaves = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in outline.leaves]
-    return str((leaves, outline.structure, outline.changed, outline.saved_bytes, outline.varying))
+    return str((leaves, outline.structure, outline.changed, outline.saved_bytes, outline.varying, outline.detached))
 
 
 def _without_values(outline: Outline) -> Outline:
