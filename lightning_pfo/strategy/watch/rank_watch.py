@@ -20,7 +20,7 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +73,8 @@ class RankWatch:
         self._failures: dict[str, str] = {}  # of other ranks in the present run: their errors, and what is said of them
         self._failures_ahead: list[tuple[dict[str, Any], str]] = []  # in runs that this rank has not come to
         self._failed: set[int] = set()  # other ranks, in the present run
+        self._left: dict[int, int] = {}  # the last run that each other rank has left, done or failed
+        self._has_raised = False
         self._told_before: list[tuple[int | None, dict[str, Any]]] = []  # by the hub, while ranks were not connected
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
@@ -141,12 +143,18 @@ class RankWatch:
     # ---- runs of this rank ----
 
     def begin(self) -> None:
-        """Say that a run begins.
+        """Say that a run begins; after one that this rank has not come to the end of, when others have left it, too.
+
+        They may still wait there for this rank, and would take what it does next for that.
 
         Raises:
             RankDiedError: If a rank is gone by now.
         """
         with self._changed:
+            if self._has_raised and self._connections:
+                others, most_s = set(range(self._world_size)) - {self._rank}, _PATIENCE_S + 2 * self._grace_s
+                self._changed.wait_for(lambda: self._death or self._have_left(others), most_s)
+            self._has_raised = False
             self._run += 1
             self._active = True
             self._failures.clear()
@@ -181,6 +189,7 @@ class RankWatch:
         with self._changed:
             if not self._active:
                 return None
+            self._has_raised = True
             explained = isinstance(error, PfoError) or is_of_others
             self._tell(event="failed", rank=self._rank, run=self._run, error=text, explained=explained)
             has_news = self._connections and not isinstance(error, PfoError)
@@ -205,6 +214,9 @@ class RankWatch:
             others = self._world_size - 1
             self._changed.wait_for(lambda: self._death is not None or len(self._failed) == others, wait_s)
             return self._death is None and len(self._failed) == others
+
+    def _have_left(self, ranks: Iterable[int]) -> bool:
+        return all(self._left.get(rank, 0) >= self._run for rank in ranks)
 
     def _leave(self) -> None:
         self._active = False
@@ -307,6 +319,11 @@ class RankWatch:
             self._judge()
         elif event == "done":
             peer.completed = message["run"]
+            self._note_left(rank, message["run"])
+            if self._rank == 0:
+                self._tell(rank, event="done elsewhere", rank=rank, run=message["run"])
+        elif event == "done elsewhere":
+            self._note_left(message["rank"], message["run"])
         elif event == "failed":
             peer.error, peer.explained = message["error"], message["explained"]
             self._note_failure(message, peer.ending())
@@ -323,7 +340,12 @@ class RankWatch:
         elif event == "ended":
             self._calls.note_end(message["name"], message["error"], message["calls"])
 
+    def _note_left(self, rank: int, run: int) -> None:
+        self._left[rank] = max(run, self._left.get(rank, 0))
+        self._changed.notify_all()
+
     def _note_failure(self, message: dict[str, Any], text: str) -> None:
+        self._note_left(message["rank"], message["run"])
         if message["run"] > self._run:
             self._failures_ahead.append((message, text))
             return

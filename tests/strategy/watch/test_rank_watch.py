@@ -227,3 +227,40 @@ def test_who_has_failed_knows_whether_all_others_have_in_the_same_run(tmp_path):
     assert "with the third False False" in told
     assert "all True True True" in told
     assert "without the third False False" in told
+
+
+BEGINS_AGAIN = """
+import threading
+third.connect(address)
+until(lambda: len(hub._connections) == 2)
+for watch in (hub, other, third):
+    watch.begin()
+other.failed(ValueError("a bug of this one"))
+began = threading.Thread(target=other.begin)
+began.start()
+began.join(0.5)
+print("while all are there:", not began.is_alive())
+hub.done()
+began.join(0.5)
+print("while the third is there:", not began.is_alive())
+third.done()
+began.join(30)
+print("when all have left:", not began.is_alive())
+for watch in (hub, third):
+    watch.begin()
+for watch in (hub, other, third):
+    watch.done()
+    watch.begin()
+print("after runs that are done: at once")
+"""
+
+
+def test_who_has_failed_begins_again_when_others_have_left_that_run(tmp_path):
+    """They may wait there for a rank that is in it no more, and would take what it does next for what it did not do."""
+    (script := tmp_path / "script.py").write_text(JOINS_LATE + BEGINS_AGAIN)
+    assert run_script(script).stdout.splitlines() == [
+        "while all are there: False",
+        "while the third is there: False",
+        "when all have left: True",
+        "after runs that are done: at once",
+    ]

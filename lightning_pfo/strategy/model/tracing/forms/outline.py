@@ -52,6 +52,8 @@ from lightning_pfo.strategy.parallel.patches import all_of
 _log = logging.getLogger(__name__)
 
 _Attempt = Callable[[], "Outline"]
+_LACKS_GRADIENTS = "does not require grad"
+"""In what torch says where something is differentiated that has no gradients."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,10 @@ def outline_call(
             functools.partial(form_of, mode),
             make=functools.partial(form_without_values, mode),
         ),
-        *([lambda: _with_all_selected(call)] if selects_all else []),
-        lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
-        lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
+        # with other values it may take other arguments
+        *([lambda: replace(_with_all_selected(call), detached=())] if selects_all else []),
+        lambda: replace(call(LooksBounded(), _as_it_is), from_values=True, detached=()),
+        lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True, detached=()),
         lambda: replace(_form_of_first(module, arguments), guessed_after=told_of_error(failures[-1])),
     ]
     failures: list[Exception] = []
@@ -154,6 +157,8 @@ def outline_call(
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
+            if not torch.is_grad_enabled() and _LACKS_GRADIENTS in str(error):
+                break  # it differentiates, which nothing can here
     raise failures[0]
 
 
