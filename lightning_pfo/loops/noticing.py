@@ -37,7 +37,8 @@ def tell_of_norms(parameters: Callable[[], Iterable[nn.Parameter]], patches: Pat
         own = method()
         if own is None or all(parameter is not placeholder for parameter in own()):
             return
-        warn_once(reader.told("model.clip_grad_norm_(float('inf'))", in_step=within_step()))
+        norm, whole = "model.clip_grad_norm_(float('inf'))", "model.whole_parameters(gradients=True)"
+        warn_once(reader.told(norm, whole, in_step=within_step()))
 
     tell_of_readers(told, patches)
 

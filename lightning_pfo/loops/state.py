@@ -116,19 +116,21 @@ class ModelState(ModuleWithPlaceholders):
         return gather_module(self.module, self._pipeline.engine.last_rank, self._mesh.pipeline_group, self.patches)
 
     @contextmanager
-    def whole_parameters(self, *modules: nn.Module) -> Iterator[None]:
+    def whole_parameters(self, *modules: nn.Module, gradients: bool = False) -> Iterator[None]:
         """Let modules have the layers of all ranks while the context is open; a collective call of all ranks.
 
         For code that goes over parameters, as to let a teacher follow its student. What is written is kept.
 
         Args:
             *modules: Parts of the model; without any, all of it.
+            gradients: Whether their parameters have the gradients of all ranks, too, to be read.
 
         Raises:
             ConfigurationError: On every rank, if parameters are divided (tensor parallelism).
         """
         self._together.meet("whole_parameters")
-        with whole_parameters(modules or (self.module,), self._pipeline.engine.device, self._mesh.pipeline_group):
+        given, device, group = modules or (self.module,), self._pipeline.engine.device, self._mesh.pipeline_group
+        with whole_parameters(given, device, group, gradients=gradients):
             yield
 
     @naming_who_has_ended()

@@ -120,28 +120,30 @@ class CheckpointStrategy(MeshStrategy):
         return cast("pl.LightningModule | None", module)
 
     @contextmanager
-    def whole_parameters(self, *modules: nn.Module) -> Iterator[None]:
+    def whole_parameters(self, *modules: nn.Module, gradients: bool = False) -> Iterator[None]:
         """Let modules have the layers of all ranks while the context is open; a collective call of all processes.
 
         For hooks that go over parameters, as to let a teacher follow its student. What is written is kept.
 
         Args:
             *modules: Parts of the LightningModule, or itself; without any, all of it.
+            gradients: Whether their parameters have the gradients of all ranks, too, to be read.
 
         Raises:
             ConfigurationError: On every process, if parameters are divided (`fully_shard`, tensor parallelism).
         """
         with ExitStack() as opened:
-            self._whole_parameters(opened, modules)
+            self._whole_parameters(opened, modules, gradients)
             yield
 
     @between_steps
     @together
-    def _whole_parameters(self, opened: ExitStack, modules: Sequence[nn.Module]) -> None:
+    def _whole_parameters(self, opened: ExitStack, modules: Sequence[nn.Module], gradients: bool) -> None:
         if self._is_split and dist.is_initialized():
             self.meet("whole_parameters")
             given = modules or (self._module(),)
-            opened.enter_context(whole_parameters(given, self.root_device, self.mesh.pipeline_group))
+            group = self.mesh.pipeline_group
+            opened.enter_context(whole_parameters(given, self.root_device, group, gradients=gradients))
 
     @override
     @between_steps

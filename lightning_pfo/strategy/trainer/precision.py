@@ -92,4 +92,5 @@ def adapt_to_pipeline(
 
 
 def _told_of_norm(placeholder: torch.Tensor, reader: Reader) -> None:
-    warn_once(reader.told("trainer.strategy.grad_norm()", in_step=within_step()))
+    norm, whole = "trainer.strategy.grad_norm()", "trainer.strategy.whole_parameters(gradients=True)"
+    warn_once(reader.told(norm, whole, in_step=within_step()))

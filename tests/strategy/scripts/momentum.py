@@ -236,6 +236,23 @@ class InAHook(Assigns):
             self.losses.append(float(sum(p.norm() for p in self.student.parameters())))
 
 
+class ByGradients(InAHook):
+    """Lets weights go whose gradients say that they matter least, of all layers, as AdaLoRA does."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(float(outputs["loss"]))
+        whole = getattr(self.trainer.strategy, "whole_parameters", lambda *_, **__: nullcontext())
+        with whole(self, gradients=True):
+            matters = {p: (p * p.grad).abs() for p in self.parameters() if p.grad is not None}
+            least = torch.cat([values.flatten() for values in matters.values()]).quantile(0.2)
+            for p, values in matters.items():
+                p.masked_fill_(values < least, 0)
+            self.losses.append(float(len(matters) + least))
+            assert all(p.grad is None for p in self.teacher.parameters())
+        assert not any(p.is_meta and p.grad is not None for p in self.parameters())
+
+
 class Copies(InAHook):
     def move(self):
         self.teacher.load_state_dict(self.student.state_dict())
@@ -328,6 +345,7 @@ class TwoViews(InAHook):
 
 CASES = {
     "in a hook": (InAHook, {}),
+    "by gradients": (ByGradients, {}),
     "copied": (Copies, {}),
     "all of mine": (AllOfMine, {}),
     "pruned": (Pruned, {}),

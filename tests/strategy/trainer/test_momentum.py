@@ -17,6 +17,7 @@ CASES = (
         "two views",
         "two views, several stages",
         "in a hook",
+        "by gradients",
         "copied",
         "all of mine",
         "pruned",

@@ -33,11 +33,12 @@ class Reader:
     name: str
     place: str
 
-    def told(self, norm: str, *, in_step: bool) -> str:
+    def told(self, norm: str, whole: str, *, in_step: bool) -> str:
         """What is said of it.
 
         Args:
             norm: The call that gives the norm over all stages.
+            whole: The context in which all ranks have all gradients.
             in_step: Whether a step is under way.
         """
         if in_step:
@@ -50,7 +51,8 @@ class Reader:
         return (
             f"{self.name} ({self.place}) reads gradients of layers of other ranks, which are None here: pass over them "
             f"(if parameter.grad is not None); what it makes of all gradients, such as a norm, is that of this rank's "
-            f"stages. For the norm over all stages call {norm} on every rank. Random numbers for gradients (noise) "
+            f"stages. For the norm over all stages call {norm} on every rank; within `with {whole}:` every rank has "
+            f"those of all stages. Random numbers for gradients (noise) "
             f"come from a generator of their own (torch.randn(..., generator=noise)): else ranks, which draw other "
             f"amounts, go on with other numbers."
         )

@@ -21,7 +21,7 @@ from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
 
 @contextmanager
 def whole_parameters(
-    modules: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
+    modules: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None, *, gradients: bool = False
 ) -> Iterator[None]:
     """Let modules have the values of all ranks while the context is open; entered by all ranks together.
 
@@ -32,6 +32,7 @@ def whole_parameters(
         modules: Parts of the user's module, the same on all ranks.
         device: Where values of other ranks are put.
         group: The pipeline's processes; None is the world.
+        gradients: Whether parameters have their gradients, too; what is written into others' gradients is gone.
 
     Raises:
         ConfigurationError: On every rank, if something of them is divided (FSDP2, tensor parallelism); or if parameters
@@ -46,24 +47,25 @@ def whole_parameters(
     ]
     found = {id(tensors[name]): tensors[name] for tensors, name in places}
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, [_how(tensor) for tensor in found.values()], group=group)
-    if any("divided" in ways for ways in everyone):
+    told = [(_how(tensor), gradients and tensor.grad is not None) for tensor in found.values()]
+    dist.all_gather_object(everyone, told, group=group)
+    if any(way == "divided" for ways in everyone for way, _ in ways):
         raise ConfigurationError(
             "whole_parameters() is for parameters that a rank has as a whole, and here layers are divided "
             "(fully_shard, tensor parallelism). Use trainer.strategy.gather_module(), or leave these options out."
         )
     values: dict[int, torch.Tensor] = {}
-    for ways, (key, tensor) in zip(zip(*everyone, strict=True), found.items(), strict=True):
+    for told_of_it, (key, tensor) in zip(zip(*everyone, strict=True), found.items(), strict=True):
+        ways, have = zip(*told_of_it, strict=True)
         if "absent" not in ways or "held" not in ways:
             continue
-        is_held = not tensor.is_meta
-        value = (
-            tensor.detach().contiguous() if is_held else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        )
-        dist.broadcast(as_bytes(value), src=global_rank(group, ways.index("held")), group=group)
-        if not is_held:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            values[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+        value = _of_rank(ways.index("held"), None if tensor.is_meta else tensor.detach(), tensor, device, group)
+        if tensor.is_meta:
+            values[key] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        if any(have):
+            gradient = _of_rank(have.index(True), tensor.grad, tensor, device, group)
+            if tensor.is_meta:
+                values[key].grad = gradient
     replaced = [(tensors, name, tensors[name]) for tensors, name in places if id(tensors[name]) in values]
     for tensors, name, tensor in replaced:
         tensors[name] = values[id(tensor)]
@@ -81,6 +83,19 @@ def whole_parameters(
             "are to be pruned one before, by prune.identity(layer, 'weight') in __init__ or configure_model, and prune "
             "here with importance_scores=layer.weight_orig."
         )
+
+
+def _of_rank(
+    source: int, own: torch.Tensor | None, like: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """What one rank has of a tensor, on all; what this rank has itself stays."""
+    if own is None:
+        own = torch.empty(like.shape, dtype=like.dtype, device=device)
+    elif own.layout != torch.strided:  # the gradient of a sparse embedding
+        own = own.to_dense()
+    value = own.contiguous()
+    dist.broadcast(as_bytes(value), src=global_rank(group, source), group=group)
+    return value
 
 
 def _names_in(modules: Sequence[nn.Module]) -> list[str]:
