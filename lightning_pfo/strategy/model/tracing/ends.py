@@ -68,12 +68,23 @@ def deviates(look: str = "", *, at_gradient: bool = False) -> DeviationError:
     )
 
 
-def leaves_otherwise(name: str) -> DeviationError:
-    """What is said of a unit that returns or leaves as many values as in no trace."""
+def leaves_otherwise(name: str, guessed_after: str = "") -> DeviationError:
+    """What is said of a unit that returns or leaves as many values as in no trace.
+
+    Args:
+        name: The unit.
+        guessed_after: With what it has failed in the trace, if what it returns was taken for like its first argument.
+    """
+    why = (
+        f"In a trace, where layers run without values, it fails ({guessed_after}) and was taken to return one tensor "
+        f"like its first argument. Let it do so, or run without values of its arguments."
+        if guessed_after
+        else "Layers that fill a cache of keys and values as they go may do so: leave it out (use_cache=False), as "
+        "training does not need it. Or let only the batch decide what it returns."
+    )
     return DeviationError(
         f"{_OTHERWISE}: {name!r} returns, or leaves in what it is given, other values than in a trace. At "
-        f"{users_line()} Layers that fill a cache of keys and values as they go may do so: leave it out "
-        "(use_cache=False), as training does not need it. Or let only the batch decide what it returns."
+        f"{users_line()} {why}"
     )
 
 

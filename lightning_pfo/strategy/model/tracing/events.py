@@ -133,6 +133,7 @@ class Event:
         returns: Which of these they return, if they change and return one; else -1.
         saved_bytes: Of units, what autograd keeps for the backward.
         left: Of units, the attributes of their parts in which they leave tensors, which stand last in `results`.
+        guessed_after: Of units, with what they fail in the trace, where what they return is guessed.
         detached: Of units, the labels of values that they take, and whose gradients do not depend on what they return.
         numbers: Of units, the value in which all numbers that they make are sent; None: they make none.
         of_metric: Whether a torchmetrics object calls it, which counts on the last stage.
@@ -153,6 +154,7 @@ class Event:
     returns: int = -1
     saved_bytes: int = 0
     left: tuple[Place, ...] = ()
+    guessed_after: str = ""
     detached: frozenset[int] = frozenset()
     numbers: int | None = None
     of_metric: bool = False
@@ -181,7 +183,7 @@ class Differentiation:
         labels: The values that it differentiates by.
         first: The first event that takes another tensor that it differentiates by, or what comes of that; None: none.
         line: The user's line.
-        module: The module whose own code it is, if it is that of one.
+        module: The module whose own code it is, if it is that of a part of the user's.
     """
 
     position: int

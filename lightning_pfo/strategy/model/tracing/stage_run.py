@@ -430,7 +430,8 @@ class StageRun:
             result = with_all_left(result, (args, kwargs), event, self._left.take(event, before))
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)
         if len(found) != len(event.results):
-            raise leaves_otherwise(event.units[0].name) if event.units else self._deviates()
+            name = event.units[0].name if event.units else ""
+            raise leaves_otherwise(name, event.guessed_after) if name else self._deviates()
         numbers: list[Any] = []
         for index, (leaf, expected) in enumerate(zip(found, event.results, strict=True)):
             if isinstance(expected, Same):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -191,7 +192,9 @@ class _TraceRun:
         run: Callable[[Any, Any], Any] = functools.partial(on_zeros, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
-            self.trace.differentiations.append(differentiation(*given, position, self.trace.events, self._taken))
+            one = differentiation(*given, position, self.trace.events, self._taken)
+            is_steps = one.module is self._held.owner
+            self.trace.differentiations.append(replace(one, module=None) if is_steps else one)
             run = gradients_in_form
         depends = Selecting(self._selected, by_stages=decide_about_shapes(function, leaves))
         with self._nothing_drawn(), following(Inside(self, event)), depends:
@@ -259,7 +262,15 @@ class _TraceRun:
             with self._nothing_drawn(), following(None):
                 selects_all = self._selected is Selected.ALL
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
-        for known in ("saved_bytes", "changes_state", "changes_weights", "rewrites", "returns", "left"):
+        for known in (
+            "saved_bytes",
+            "changes_state",
+            "changes_weights",
+            "rewrites",
+            "returns",
+            "left",
+            "guessed_after",
+        ):
             setattr(event, known, getattr(outline, known))
         within = values_within(unit.module) if outline.detached else ()
         others = [leaf for index, leaf in enumerate(leaves) if index not in outline.detached]

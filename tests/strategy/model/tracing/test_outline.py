@@ -68,3 +68,12 @@ def test_nothing_is_guessed_of_what_cannot_differentiate():
     with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
         outlined(differentiates, value())
     assert outlined(differentiates, value()).leaves[0].shape == (4,)
+
+
+def test_what_torch_func_differentiates_is_run_without_counting_what_is_kept():
+    def jacobian(linear, x):
+        return linear(x), torch.vmap(torch.func.jacrev(linear))(x)
+
+    outline = outlined(jacobian, value())
+    assert outline.way == 0
+    assert [tuple(leaf.shape) for leaf in outline.leaves] == [(2, 4), (2, 4, 4)]

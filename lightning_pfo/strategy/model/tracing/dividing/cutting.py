@@ -76,8 +76,8 @@ class Obstacles:
             if min(events) < cut <= max(events):
                 return why
         if any(_parts(self._trace, each, cut) for each in self._trace.differentiations):
-            line = next(each.line for each in self._trace.differentiations if _parts(self._trace, each, cut))
-            return differentiates(line)
+            one = next(each for each in self._trace.differentiations if _parts(self._trace, each, cut))
+            return differentiates(one.line, module=one.module)
         return self._shares(cut)
 
     def _shares(self, cut: int) -> str:
@@ -224,12 +224,18 @@ def first_differentiated(trace: Trace, differentiation: Differentiation) -> int:
     return min([*born, *([] if differentiation.first is None else [differentiation.first])])
 
 
-def differentiates(line: str, error: object = "a boundary lies between them") -> str:
-    """What is said where a step differentiates by itself, over a stage boundary."""
+def differentiates(line: str, error: object = "a boundary lies between them", module: Any = None) -> str:
+    """What is said where a step differentiates by itself, over a stage boundary; maybe in a module's own code."""
+    out = (
+        "Put all that is differentiated into one module, and call torch.autograd.grad in its forward, so that one "
+        "stage has both"
+        if module is None
+        else f"{type(module).__name__} does so in its own forward, which one stage has to compute: the others need "
+        f"layers outside of it, such as those that make what it takes"
+    )
     return (
         f"torch.autograd.grad in a step can only differentiate what the same stage has computed, and here it asks for "
-        f"the gradient by a tensor from before it ({error}): {line} Put all that is differentiated into one module, "
-        f"and call torch.autograd.grad in its forward, so that one stage has both; or {_MOVE}."
+        f"the gradient by a tensor from before it ({error}): {line} {out}; or {_MOVE}."
     )
 
 

@@ -187,7 +187,7 @@ def _check(trace: Trace, stage_of: StageOf) -> None:
         first = first_differentiated(trace, each)
         within = {stage for position, stage in stage_of.items() if first <= position <= each.position}
         if len(within) > 1:
-            raise ConfigurationError(differentiates(each.line))
+            raise ConfigurationError(differentiates(each.line, module=each.module))
     if not is_ordered and (trace.decided_by_sizes or any(value.varies for value in trace.values)):
         raise ConfigurationError(
             "A step in which sizes depend on the values of tensors calls the model's parts in the order of the stages; "

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 _Attempt = Callable[[], "Outline"]
 _LACKS_GRADIENTS = "does not require grad"
 """In what torch says where something is differentiated that has no gradients."""
+_TAKES_NO_HOOKS = "support saved tensor hooks"
+"""And where `torch.func` differentiates while hooks count what is kept."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def outline_call(
     *,
     selects_all: bool = False,
     again: bool = False,
+    counts: bool = True,
 ) -> Outline:
     """Find what a call returns in form; parameters may be anywhere, or nowhere.
 
@@ -132,11 +135,12 @@ def outline_call(
         device: Where the module runs.
         selects_all: Whether all is selected where values decide about shapes; see `selecting`.
         again: Whether it has run in the first way, and does so again, or fails.
+        counts: Whether it is counted what autograd keeps, which it is not of what `torch.func` differentiates.
     """
     if device.type == "cpu":
         device = torch.device("cpu")  # "cpu:0" would be another device than that of the parameters
     mode = mode_without_values()
-    call = functools.partial(_call, module, forward, arguments, device)
+    call = functools.partial(_call, module, forward, arguments, device, counts)
     attempts: list[_Attempt] = [
         lambda: call(
             all_of([mode, FewTimeSteps()]),
@@ -157,6 +161,10 @@ def outline_call(
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
+            if counts and _TAKES_NO_HOOKS in str(error):
+                return outline_call(
+                    module, forward, arguments, device, selects_all=selects_all, again=again, counts=False
+                )
             if not torch.is_grad_enabled() and _LACKS_GRADIENTS in str(error):
                 break  # it differentiates, which nothing can here
     raise failures[0]
@@ -214,6 +222,7 @@ def _call(
     forward: Any,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     device: torch.device,
+    counts: bool,
     mode: AbstractContextManager[Any],
     convert: Callable[[torch.Tensor], torch.Tensor],
     convert_held: Callable[[torch.Tensor], torch.Tensor] = _as_it_is,
@@ -233,7 +242,7 @@ def _call(
         args, kwargs = tree_unflatten(inputs, structure)
         ways_in = {i: get_gradient_edge(leaf).node for i, leaf in enumerate(inputs) if _needs_gradients(leaf)}
         saved = Saved(tensors.values())
-        with saved:
+        with saved if counts else nullcontext():
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
     rewritten = {name for name, version in state.items() if version_of(tensors[name]) != version}
     given, given_structure = tree_flatten((args, kwargs))

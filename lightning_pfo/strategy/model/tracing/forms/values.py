@@ -22,6 +22,7 @@ from lightning_pfo.strategy.model.tracing.tracked import natively, plain
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, FakeTensorMode, form_without_values
 from lightning_pfo.strategy.parallel.dtensor import writes
+from lightning_pfo.strategy.parallel.patches import unwarned
 
 MOST_LOOKS = 4_000
 """So often Python may look at values in a trace: a loop that waits for those of stages has no end on others."""
@@ -124,11 +125,12 @@ def mode_without_values() -> FakeTensorMode:
 
 @contextmanager
 def without_reports() -> Iterator[None]:
-    """Torch writes tracebacks of operators that do not run without values; we try another way."""
+    """Torch writes tracebacks of operators that do not run without values, or warns of them; we try another way."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True  # a level would clear the caches of all loggers
     try:
-        yield
+        with unwarned("Accessing the data pointer of FakeTensor"):
+            yield
     finally:
         logger.disabled = before
 
