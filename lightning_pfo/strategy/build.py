@@ -276,7 +276,7 @@ def build_pipeline(
     partitioned = describe_partition(
         split.units.name, split.boundaries, memory.of_stages, placement, times_s, split.saved_bytes
     )
-    warnings = warnings_of(memory, split, placement)
+    warnings = warnings_of(model, memory, split, placement)
     if split.look and trains:
         warnings.append(f"{split.look} Layers that it had not come to by then are placed as the module has them.")
     description = f"{partitioned}\n{memory}"

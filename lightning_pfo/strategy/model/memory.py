@@ -74,14 +74,14 @@ def _amount(counts: Mapping[str, int], parameters: Mapping[str, nn.Parameter]) -
     )
 
 
-def warnings_of(memory: Memory, split: Split, placement: Sequence[int]) -> list[str]:
+def warnings_of(root: nn.Module, memory: Memory, split: Split, placement: Sequence[int]) -> list[str]:
     """What to tell the user of memory that is badly divided, with the module that is the cause and a way out."""
     warnings = []
     if memory.share_held_twice > _MOST_HELD_TWICE:
         warnings.append(
             f"Ranks hold {memory.share_held_twice:.1%} of the parameters twice "
             f"({in_bytes(memory.held_twice.num_bytes)}), most of it in {memory.most_of_it!r}, "
-            f"{_why_held_twice(memory.most_of_it, split, placement)}"
+            f"{_why_held_twice(root, memory.most_of_it, split, placement)}"
         )
     if memory.imbalance > _LARGEST_IMBALANCE:
         heaviest = max(range(split.num_stages), key=lambda stage: memory.of_stages[stage].num_bytes)
@@ -97,7 +97,7 @@ def warnings_of(memory: Memory, split: Split, placement: Sequence[int]) -> list[
     return warnings
 
 
-def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
+def _why_held_twice(root: nn.Module, module: str, split: Split, placement: Sequence[int]) -> str:
     if any(name.rpartition(".")[0] == module or name == module for name in split.everywhere):
         return (
             "which the step uses by itself, without a value that a module has returned, so that every stage does. Use "
@@ -118,7 +118,7 @@ def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
             f"average of weights does. What it makes of one weight, as its norm, is computed where that is; or use it "
             f"in the forward of a module that the step calls."
         )
-    if calls:
+    if calls or _is_tied_to_called(root, module, split):
         way_out = "Untie it, or use fewer stages."
         if users == [0, split.num_stages - 1] and placement[0] != placement[-1]:
             way_out = "A schedule that has the first and the last stage on one rank holds it once: schedule='zbv'."
@@ -128,6 +128,13 @@ def _why_held_twice(module: str, split: Split, placement: Sequence[int]) -> str:
         "step calls (or let one rank hold it: hold_uncalled='once'), and let a module that the step calls hold what it "
         "uses."
     )
+
+
+def _is_tied_to_called(root: nn.Module, module: str, split: Split) -> bool:
+    """Whether a unit that is called has a parameter of a module by another name, as T5's encoder its embedding."""
+    own = {id(p) for name, p in root.named_parameters() if name.rpartition(".")[0] == module}
+    called = (unit for unit in split.units.all if split.owners.get(unit))
+    return any(id(parameter) in own for unit in called for parameter in unit.module.parameters())
 
 
 def _why_unequal(heaviest: int, split: Split) -> str:

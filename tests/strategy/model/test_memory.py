@@ -25,7 +25,7 @@ def of(root, step, boundaries, placement=None, uncalled="everywhere"):
     split, followed = divide(root, step, boundaries, uncalled)
     followed.close()
     memory = memory_of(root, split, placement)
-    return memory, warnings_of(memory, split, placement)
+    return memory, warnings_of(root, memory, split, placement)
 
 
 def layers(*widths):
@@ -90,6 +90,15 @@ def test_tied_weights_are_held_by_their_users_or_once_where_these_are_one_rank()
     assert "schedule='zbv'" in warning
     memory, warnings = of(*tied(), (0, 1, 2, 3), placement=[0, 1, 0])
     assert (memory.held_twice.number, warnings) == (0, [])
+
+
+def test_tied_weights_that_are_called_by_another_name_only_are_said_to_be_that():
+    root = Holder(shared=nn.Embedding(30, 4), encoder=nn.Embedding(30, 4), model=layers(4, 4, 4), head=nn.Linear(4, 30))
+    root.head.weight = root.encoder.weight = root.shared.weight
+    _, (warning, *_) = of(
+        root, lambda owner: owner.head(owner.model(owner.encoder(torch.arange(8)))).mean(), (0, 1, 2, 3)
+    )
+    assert "'shared', which stages 0, 2 use, as tied weights are." in warning
 
 
 def test_layers_called_on_several_stages_and_what_no_step_calls_are_named():
