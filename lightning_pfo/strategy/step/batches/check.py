@@ -94,6 +94,8 @@ def _tensors_of(leaf: Any) -> Sequence[torch.Tensor]:
 
 def ranks_with_others(data: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
     """The ranks that have other data than rank 0, bit by bit; a collective call."""
+    if dist.get_world_size(group) == 1:
+        return []
     value = checksum(data)
     mine = torch.tensor([value - (value >> (_BITS - 1) << _BITS)], device=device)  # with a sign
     sums = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
