@@ -145,6 +145,10 @@ def trace_step(
     return run.trace
 
 
+_OF_UNITS = ("saved_bytes", "changes_state", "changes_weights", "rewrites", "returns", "left", "guessed_after")
+"""What events say of their units as outlines do."""
+
+
 class _TraceRun:
     """Follows a step and notes what it does."""
 
@@ -262,15 +266,7 @@ class _TraceRun:
             with self._nothing_drawn(), following(None):
                 selects_all = self._selected is Selected.ALL
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
-        for known in (
-            "saved_bytes",
-            "changes_state",
-            "changes_weights",
-            "rewrites",
-            "returns",
-            "left",
-            "guessed_after",
-        ):
+        for known in _OF_UNITS:
             setattr(event, known, getattr(outline, known))
         within = values_within(unit.module) if outline.detached else ()
         others = [leaf for index, leaf in enumerate(leaves) if index not in outline.detached]

@@ -62,8 +62,8 @@ class FewTimeSteps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_over_time = any(func is each for each in _OVER_TIME) and isinstance(args[2], Sequence)  # else it is packed
-        if is_over_time and args[0].device.type == "cpu":
+        is_over_time = any(func is each for each in _OVER_TIME) and not kwargs
+        if is_over_time and isinstance(args[2], Sequence) and args[0].device.type == "cpu":  # else it is packed
             return _few_steps(func, *args)
         return func(*args, **(kwargs or {}))
 
