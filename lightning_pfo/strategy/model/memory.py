@@ -118,7 +118,7 @@ def _why_held_twice(root: nn.Module, module: str, split: Split, placement: Seque
             f"average of weights does. What it makes of one weight, as its norm, is computed where that is; or use it "
             f"in the forward of a module that the step calls."
         )
-    if calls or _is_tied_to_called(root, module, split):
+    if _is_of_called(root, module, split):
         way_out = "Untie it, or use fewer stages."
         if users == [0, split.num_stages - 1] and placement[0] != placement[-1]:
             way_out = "A schedule that has the first and the last stage on one rank holds it once: schedule='zbv'."
@@ -130,8 +130,8 @@ def _why_held_twice(root: nn.Module, module: str, split: Split, placement: Seque
     )
 
 
-def _is_tied_to_called(root: nn.Module, module: str, split: Split) -> bool:
-    """Whether a unit that is called has a parameter of a module by another name, as T5's encoder its embedding."""
+def _is_of_called(root: nn.Module, module: str, split: Split) -> bool:
+    """Whether a unit that is called has a parameter of a module, by whatever name, as T5's encoder its embedding."""
     own = {id(p) for name, p in root.named_parameters() if name.rpartition(".")[0] == module}
     called = (unit for unit in split.units.all if split.owners.get(unit))
     return any(id(parameter) in own for unit in called for parameter in unit.module.parameters())

@@ -381,6 +381,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+LACKS_GRADIENTS = "does not require grad"
+"""In what torch says where something is differentiated that has no gradients."""
+
 CHECKS = frozenset({torch._is_all_true, torch.Tensor._is_all_true})
 """Functions whose answer is looked at only to raise an error where it is not True."""
 

@@ -202,11 +202,13 @@ def test_who_joins_late_is_told_what_others_were_told_before(tmp_path, leaves):
     assert re.search(r"told rank 1 \(pid .*(failed|has ended) with ValueError: a bug", run_script(script).stdout)
 
 
-SAVE_TOGETHER = """
+ALL_BEGIN = """
 third.connect(address)
 until(lambda: len(hub._connections) == 2)
 for watch in (hub, other, third):
     watch.begin()
+"""
+SAVE_TOGETHER = """
 other.failed(ValueError("a bug"))
 hub.failed(ValueError("a bug"))
 print("with the third", hub.have_all_failed(0.1), other.have_all_failed(0.1))
@@ -222,7 +224,7 @@ print("without the third", hub.have_all_failed(30), other.have_all_failed(30))
 
 
 def test_who_has_failed_knows_whether_all_others_have_in_the_same_run(tmp_path):
-    (script := tmp_path / "script.py").write_text(JOINS_LATE + SAVE_TOGETHER)
+    (script := tmp_path / "script.py").write_text(JOINS_LATE + ALL_BEGIN + SAVE_TOGETHER)
     told = run_script(script).stdout
     assert "with the third False False" in told
     assert "all True True True" in told
@@ -231,10 +233,6 @@ def test_who_has_failed_knows_whether_all_others_have_in_the_same_run(tmp_path):
 
 BEGINS_AGAIN = """
 import threading
-third.connect(address)
-until(lambda: len(hub._connections) == 2)
-for watch in (hub, other, third):
-    watch.begin()
 other.failed(ValueError("a bug of this one"))
 began = threading.Thread(target=other.begin)
 began.start()
@@ -257,7 +255,7 @@ print("after runs that are done: at once")
 
 def test_who_has_failed_begins_again_when_others_have_left_that_run(tmp_path):
     """They may wait there for a rank that is in it no more, and would take what it does next for what it did not do."""
-    (script := tmp_path / "script.py").write_text(JOINS_LATE + BEGINS_AGAIN)
+    (script := tmp_path / "script.py").write_text(JOINS_LATE + ALL_BEGIN + BEGINS_AGAIN)
     assert run_script(script).stdout.splitlines() == [
         "while all are there: False",
         "while the third is there: False",

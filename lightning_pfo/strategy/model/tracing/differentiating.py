@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Event
 from lightning_pfo.strategy.model.tracing.forms.values import zeros_of
@@ -71,13 +72,20 @@ def _leads_to(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether gradients by a tensor are made of those by what is computed from it."""
     if tensor is source:
         return True
-    waiting, seen = [tensor.grad_fn], set()
+    return any(
+        node is source.grad_fn or getattr(node, "variable", None) is source
+        for node in operations_behind([tensor.grad_fn])
+    )
+
+
+def operations_behind(operations: Iterable[Node | None]) -> Iterator[Node]:
+    """Operations of autograd with all that they lead to, each once, in the order in which graphs have them."""
+    waiting = [operation for operation in operations if operation is not None]
+    seen = set(waiting)
     while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node is source.grad_fn or getattr(node, "variable", None) is source:
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        operation = waiting.pop()
+        yield operation
+        for following, _ in operation.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -268,9 +268,9 @@ class _TraceRun:
                 varying = varying_of_call(unit.module, unit.forward, given, outline, self._device, selects_all)
         for known in _OF_UNITS:
             setattr(event, known, getattr(outline, known))
-        within = values_within(unit.module) if outline.detached else ()
-        others = [leaf for index, leaf in enumerate(leaves) if index not in outline.detached]
-        event.detached = _labels(leaves) - _labels([*others, *within])
+        if outline.detached:
+            others = [leaf for index, leaf in enumerate(leaves) if index not in outline.detached]
+            event.detached = _labels(leaves) - _labels([*others, *values_within(unit.module)])
         for index in outline.changed:
             if is_value(leaves[index]):
                 self.trace.values[leaves[index].label].changed_at = position

@@ -14,7 +14,7 @@ import torch
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.parallel.compat import LACKS_GRADIENTS, tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
@@ -37,8 +37,8 @@ from lightning_pfo.strategy.step.recording import LogRecorder
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 EXTRA_DRAWS = 3  # how often what differs is computed again with other random numbers: does it differ by chance?
-_LACKS_GRADIENTS = (
-    *("torch.autograd.grad", "does not require grad"),
+_SAID_WITHOUT_GRADIENTS = (
+    *("torch.autograd.grad", LACKS_GRADIENTS),
     *("cannot register a hook on a tensor that doesn't require gradient", "can't retain_grad on Tensor"),
 )
 """What torch, or we, say where nothing has gradients."""
@@ -370,4 +370,4 @@ class Rehearsal:
 
 def _differentiates(problem: str) -> bool:
     """Whether a step has failed because it differentiates by itself, where nothing has gradients."""
-    return any(said in problem for said in _LACKS_GRADIENTS)
+    return any(said in problem for said in _SAID_WITHOUT_GRADIENTS)

@@ -21,6 +21,7 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
 from lightning_pfo.strategy.model.tracing.gradient_readers import place_of
 from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.parallel.compat import LACKS_GRADIENTS
 from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import make_calls
 from lightning_pfo.strategy.step.effects.outward.noted import Call
@@ -175,7 +176,7 @@ class ManualOptimization:
             try:
                 ordinary(*args, **kwargs)
             except RuntimeError as error:
-                if "does not require grad" not in str(error):
+                if LACKS_GRADIENTS not in str(error):
                     raise
                 raise ConfigurationError(
                     f"What a step on a pipeline has computed and kept has no graph behind it, as its layers are on "

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
@@ -42,6 +43,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.variables import told_of_error
 from lightning_pfo.strategy.parallel.compat import (
+    LACKS_GRADIENTS,
     form_without_values,
     tensors_of,
     version_of,
@@ -52,10 +54,8 @@ from lightning_pfo.strategy.parallel.patches import all_of
 _log = logging.getLogger(__name__)
 
 _Attempt = Callable[[], "Outline"]
-_LACKS_GRADIENTS = "does not require grad"
-"""In what torch says where something is differentiated that has no gradients."""
 _TAKES_NO_HOOKS = "support saved tensor hooks"
-"""And where `torch.func` differentiates while hooks count what is kept."""
+"""In what torch says where `torch.func` differentiates while hooks count what is kept."""
 
 
 @dataclass(frozen=True)
@@ -147,17 +147,18 @@ def outline_call(
             functools.partial(form_of, mode),
             make=functools.partial(form_without_values, mode),
         ),
-        # with other values it may take other arguments
-        *([lambda: replace(_with_all_selected(call), detached=())] if selects_all else []),
-        lambda: replace(call(LooksBounded(), _as_it_is), from_values=True, detached=()),
-        lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True, detached=()),
+        *([lambda: _with_all_selected(call)] if selects_all else []),
+        lambda: replace(call(LooksBounded(), _as_it_is), from_values=True),
+        lambda: replace(call(LooksBounded(), rising, fill_rising), from_values=True),
         lambda: replace(_form_of_first(module, arguments), guessed_after=told_of_error(failures[-1])),
     ]
     failures: list[Exception] = []
     for way, attempt in enumerate(attempts[:1] if again else attempts):
         try:
             with without_reports():
-                return replace(attempt(), way=way)
+                found = attempt()
+                # with other values it may take other arguments
+                return replace(found, way=way, detached=() if way else found.detached)
         except Exception as error:
             _log.debug("%s does not run without values: %s", type(module).__name__, error)
             failures.append(error)
@@ -165,7 +166,7 @@ def outline_call(
                 return outline_call(
                     module, forward, arguments, device, selects_all=selects_all, again=again, counts=False
                 )
-            if not torch.is_grad_enabled() and _LACKS_GRADIENTS in str(error):
+            if not torch.is_grad_enabled() and LACKS_GRADIENTS in str(error):
                 break  # it differentiates, which nothing can here
     raise failures[0]
 
@@ -257,7 +258,8 @@ def _call(
         for index, (leaf, version) in enumerate(zip(inputs, versions, strict=True))
         if _is_tensor(leaf) and version_of(leaf) != version
     ]
-    reached = _operations_of(leaf for leaf in found if id(leaf) not in positions) if ways_in else set()
+    made = [leaf.grad_fn for leaf in found if _needs_gradients(leaf) and id(leaf) not in positions]
+    reached = set(operations_behind(made)) if ways_in else set()
     return replace(
         outline,
         leaves=[Same(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in found],
@@ -308,18 +310,6 @@ def of_zero_weights(module: nn.Module, forward: Any, args: tuple[Any, ...], kwar
     bare = Holder(module, forward)
     device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)), torch.device("cpu"))
     return functional_call(bare, _held_tensors(bare, device), args, kwargs, tie_weights=False)
-
-
-def _operations_of(values: Iterable[Any]) -> set[Node]:
-    """All that autograd would do for the gradients of some values."""
-    waiting = [value.grad_fn for value in values if _needs_gradients(value)]
-    seen: set[Node] = set()
-    while waiting:
-        operation = waiting.pop()
-        if operation is not None and operation not in seen:
-            seen.add(operation)
-            waiting += [before for before, _ in operation.next_functions]
-    return seen
 
 
 def _form_of_first(module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Outline:

@@ -156,8 +156,8 @@ def describe(
             "microbatch_weight='tokens', which counts labels that are not -100, or a function of a microbatch that "
             "counts what the loss is a mean over. Or it is no mean, as the root of one (RMSE) or a ratio of two, or a "
             "part of it compares samples, as auxiliary losses do that balance the load of experts: use "
-            "loss_over='batch' with schedule='gpipe'. Or the step pads samples to the "
-            "longest, or images to the largest, of each microbatch: pad in collate_fn."
+            "loss_over='batch' with schedule='gpipe'. Or the step pads samples to the longest, or images to the "
+            "largest, of each microbatch: pad in collate_fn."
         )
     return (
         f"The loss of {batch} is {of_all} on one device, but a pipeline trains on {trains_on} of its "

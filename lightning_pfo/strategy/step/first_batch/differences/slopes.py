@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
 from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.gradients import way_of
@@ -76,17 +77,8 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaves_of(node: Any) -> list[torch.Tensor]:
     """The tensors that a loss is made from, in the order in which its graph has them."""
-    leaves: dict[int, torch.Tensor] = {}
-    seen, waiting = {node}, [node]
-    while waiting:
-        current = waiting.pop()
-        if (leaf := getattr(current, "variable", None)) is not None:
-            leaves.setdefault(id(leaf), leaf)
-        for later, _ in current.next_functions:
-            if later is not None and later not in seen:
-                seen.add(later)
-                waiting.append(later)
-    return [*leaves.values()]
+    found = (getattr(operation, "variable", None) for operation in operations_behind([node]))
+    return [*{id(leaf): leaf for leaf in found if leaf is not None}.values()]
 
 
 class Compared(NamedTuple):
