@@ -153,22 +153,25 @@ def outline_call(
         lambda: replace(_form_of_first(module, arguments), guessed_after=told_of_error(failures[-1])),
     ]
     failures: list[Exception] = []
-    for way, attempt in enumerate(attempts[:1] if again else attempts):
-        try:
-            with without_reports():
-                found = attempt()
-                # with other values it may take other arguments
-                return replace(found, way=way, detached=() if way else found.detached)
-        except Exception as error:
-            _log.debug("%s does not run without values: %s", type(module).__name__, error)
-            failures.append(error)
-            if counts and _TAKES_NO_HOOKS in str(error):
-                return outline_call(
-                    module, forward, arguments, device, selects_all=selects_all, again=again, counts=False
-                )
-            if not torch.is_grad_enabled() and LACKS_GRADIENTS in str(error):
-                break  # it differentiates, which nothing can here
-    raise failures[0]
+    try:
+        for way, attempt in enumerate(attempts[:1] if again else attempts):
+            try:
+                with without_reports():
+                    found = attempt()
+                    # with other values it may take other arguments
+                    return replace(found, way=way, detached=() if way else found.detached)
+            except Exception as error:
+                _log.debug("%s does not run without values: %s", type(module).__name__, error)
+                failures.append(error)
+                if counts and _TAKES_NO_HOOKS in str(error):
+                    return outline_call(
+                        module, forward, arguments, device, selects_all=selects_all, again=again, counts=False
+                    )
+                if not torch.is_grad_enabled() and LACKS_GRADIENTS in str(error):
+                    break  # it differentiates, which nothing can here
+        raise failures[0]
+    finally:
+        failures.clear()  # they know this call, which would hold what it has found until garbage is collected
 
 
 def varying_of_call(
