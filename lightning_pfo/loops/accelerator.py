@@ -23,8 +23,8 @@ from lightning_pfo.loops.loaders import adopt, prepare_same
 from lightning_pfo.loops.optimizers import Replaced, keep_pace, prepare_for_pipeline
 from lightning_pfo.loops.plain import PipelinedModel
 from lightning_pfo.loops.state import WRITES_ON_FIRST
+from lightning_pfo.strategy.compat.tensors import tree_leaves, tree_map_only
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
 
 _STATE_FILE = "lightning_pfo{}.json"
 _METHODS = (

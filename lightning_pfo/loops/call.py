@@ -15,9 +15,9 @@ from torch import nn
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import listed, shortened
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of

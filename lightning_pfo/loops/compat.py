@@ -1,4 +1,4 @@
-"""All that the package uses of Accelerate although it is not public; see `strategy.parallel.compat`."""
+"""All that the package uses of Accelerate although it is not public; see `strategy.compat`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 SEEN_IN = "accelerate 1.10 to 1.15, torch 2.6 to 2.15"
 PRIVATE = {

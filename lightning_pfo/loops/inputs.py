@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.step.gradients import without_gradients
 
 

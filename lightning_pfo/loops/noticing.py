@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.compat import heed_differentiation
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.placeholders import refuse_saving_part
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.within import within_step

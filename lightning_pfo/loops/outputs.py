@@ -10,8 +10,8 @@ import torch
 
 from lightning_pfo.core.errors import PfoError
 from lightning_pfo.loops.together import Together
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.engine.engine import PipelineEngine
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.gradients import without_gradients
 from lightning_pfo.strategy.step.values import ValueExchange
 

@@ -27,6 +27,7 @@ from lightning_pfo.loops.outputs import EvaluationOutputs, LossOutput
 from lightning_pfo.loops.state import ModelState
 from lightning_pfo.loops.together import Together, meet_for_another, refuse_compiled, watch_others
 from lightning_pfo.strategy.build import build_pipeline
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.ownership import check_uncalled
 from lightning_pfo.strategy.model.partition import check_partition
 from lightning_pfo.strategy.model.tracing.dividing.cutting import LeadsBackError
@@ -35,7 +36,6 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms, clip_for_torch
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of, skip_together
 from lightning_pfo.strategy.parallel.mesh import check_mesh_sizes, make_mesh
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import ranks_with_others

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.loops.together import Together
 from lightning_pfo.strategy.build import Pipeline
-from lightning_pfo.strategy.parallel.compat import IncompatibleKeys, ModuleWithPlaceholders
+from lightning_pfo.strategy.compat.modules import IncompatibleKeys, ModuleWithPlaceholders
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full
 from lightning_pfo.strategy.state.whole_module import gather_module
 from lightning_pfo.strategy.step.by_units.whole_parameters import whole_parameters

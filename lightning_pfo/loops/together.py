@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import ConfigurationError, PfoError
+from lightning_pfo.strategy.compat.optimizers import cell_of
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.processes import abort_process_group
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.forked import refuse_forked
-from lightning_pfo.strategy.parallel.compat import abort_process_group, cell_of
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.check import check_same_batch, sample_of
 from lightning_pfo.strategy.step.effects.within import within_step
 from lightning_pfo.strategy.watch.present import watch_ranks, who_has_ended

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.compat.modules import named_tensors
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.divide import divide
 from lightning_pfo.strategy.earlier import remember_split
 from lightning_pfo.strategy.engine.engine import PipelineEngine
@@ -41,11 +43,9 @@ from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_ho
 from lightning_pfo.strategy.model.tracing.placeholders import explain_missing_values, mark_placeholders
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_not_sharded, check_shardable
 from lightning_pfo.strategy.parallel.groups import Groups, Shared, copy_from_first, share
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import AlikeWeights, copy_latest, share_changed_buffers
 from lightning_pfo.strategy.state.initial import copy_first_values
 from lightning_pfo.strategy.state.replica_buffers import ReplicaBuffers

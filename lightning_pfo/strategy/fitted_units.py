@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.split import Split
@@ -20,7 +21,6 @@ from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.noticing.applied import AppliedFunction
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.tracing import trace_untouched
 
 

@@ -1,4 +1,4 @@
-"""What Hydra needs on newer versions of Python; see `strategy.parallel.compat`."""
+"""What Hydra needs on newer versions of Python; see `strategy.compat`."""
 
 from __future__ import annotations
 

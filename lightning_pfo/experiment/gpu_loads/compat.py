@@ -1,4 +1,4 @@
-"""All that loads use of torch although it is not public; see `strategy.parallel.compat`."""
+"""All that loads use of torch although it is not public; see `strategy.compat`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pfo.strategy.parallel.compat import READS_VALUE, FakeTensor, TorchDispatchMode, memory_of, tree_leaves
+from lightning_pfo.strategy.compat.tensors import READS_VALUE, FakeTensor, TorchDispatchMode, memory_of, tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import local
 
 _CUDA_BLOCK = 512

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_pfo.strategy.parallel.compat import FakeTensor, memory_of, version_of
+from lightning_pfo.strategy.compat.tensors import FakeTensor, memory_of, version_of
 
 _LEAST_BYTES = 1 << 16
 """Smaller tensors stay: a copy of them takes about as long."""

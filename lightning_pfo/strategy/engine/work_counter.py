@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_pfo.core.events import InstructionWork
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode, flop_registry, tree_leaves
+from lightning_pfo.strategy.compat.tensors import TorchDispatchMode, flop_registry, tree_leaves
 
 # Whether autograd takes a gradient over or copies it depends on who still holds it, such as a thread that sends it: it
 # is no work of the instruction, and another amount in every run.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 BATCH_NORM = ("microbatch", "deferred")
 

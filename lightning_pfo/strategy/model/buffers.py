@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import named_tensors, tensors_of
+from lightning_pfo.strategy.compat.tensors import version_restorer
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, no_longer_tracked
-from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of, version_restorer
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.groups import Shared, as_bytes, global_rank
 

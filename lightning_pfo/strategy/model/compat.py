@@ -1,4 +1,4 @@
-"""What the package calls of models although it is not public; see `strategy.parallel.compat`."""
+"""What the package calls of models although it is not public; see `strategy.compat`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

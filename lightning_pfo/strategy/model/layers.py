@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
+from lightning_pfo.strategy.compat.modules import forget_compiled
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.compat import checkpoint_with
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import forget_compiled
 from lightning_pfo.strategy.parallel.holder import Holder
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 def check_compiler(device: torch.device) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import named_tensors, tensors_of
 from lightning_pfo.strategy.model.compat import Initialiser, initialiser_of, own_initialiser
 from lightning_pfo.strategy.model.ownership import Users
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
 
 
 def materialise(

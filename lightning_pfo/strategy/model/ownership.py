@@ -19,8 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import map_tensors, named_tensors, tensors_of
 from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
-from lightning_pfo.strategy.parallel.compat import map_tensors, named_tensors, tensors_of
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from itertools import chain, pairwise
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import named_tensors
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.calls import LayerCalls, layer_calls
 from lightning_pfo.strategy.model.ownership import Part, find_users, tied_names
 from lightning_pfo.strategy.model.partition import Boundaries, partition_layers
@@ -31,8 +33,6 @@ from lightning_pfo.strategy.model.tracing.noticing.held import Place
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units, find_units, units_of
 from lightning_pfo.strategy.model.variables import is_of_library, packages_of
-from lightning_pfo.strategy.parallel.compat import named_tensors
-from lightning_pfo.strategy.parallel.patches import Patches
 
 _ALIKE = (
     "Use it in the same way in training from the first batch on (in a loop of your own in that of example_batch=), if "

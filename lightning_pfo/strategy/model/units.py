@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import BackwardHooks, children_of, forward_hooks_of
 from lightning_pfo.strategy.model.tracing.backward_hooks import call_with
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.parallel.compat import BackwardHooks, children_of, forward_hooks_of
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _LEAST_SHARE = 0.05

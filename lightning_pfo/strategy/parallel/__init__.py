@@ -2,6 +2,5 @@
 
 Read `mesh` (which process is which) and `groups` first. `dtensor` tells plain tensors and divided ones apart, `fsdp`
 divides layers; on them rest `reductions`, `buckets` (means over replicas), `clipping` and `loss_scaling` of gradients.
-`random_state` keeps the random numbers of all ranks in step. `patches` undoes what is changed in objects of others;
-`compat` has torch's private names.
+`random_state` keeps the random numbers of all ranks in step.
 """

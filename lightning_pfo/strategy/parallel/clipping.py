@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import clamp_in_place, clip_norms_with, scale_in_place
+from lightning_pfo.strategy.compat.optimizers import clamp_in_place, clip_norms_with, scale_in_place
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel.dtensor import local, num_shards
 from lightning_pfo.strategy.parallel.groups import Shared
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 @dataclass(frozen=True, eq=False)

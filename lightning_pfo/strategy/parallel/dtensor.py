@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.strategy.parallel.compat import local_tensor
+from lightning_pfo.strategy.compat.tensors import local_tensor
 
 _ASSIGNS = frozenset({torch.Tensor.data.__set__})  # type: ignore[attr-defined]
 _IN_PLACE = frozenset(

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.instruction import InstructionType
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP, finish_backward
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP, finish_backward
 from lightning_pfo.strategy.parallel.holder import Holder
 
 _SHARDED = "_pfo_sharded"

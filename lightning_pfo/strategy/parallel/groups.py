@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import PfoError, has_other_batch
-from lightning_pfo.strategy.parallel.compat import name_of_group
+from lightning_pfo.strategy.compat.processes import name_of_group
 from lightning_pfo.strategy.parallel.dtensor import local
 
 

@@ -12,9 +12,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import unscale_in_place, unscale_with
+from lightning_pfo.strategy.compat.optimizers import unscale_in_place, unscale_with
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel.dtensor import local
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 def loss_scale_of(scaler: GradScaler | None, device: torch.device) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_pfo.strategy.parallel.compat import named_tensors, tensors_of
+from lightning_pfo.strategy.compat.modules import named_tensors, tensors_of
 from lightning_pfo.strategy.parallel.groups import Shared, checksum, copy_from, tell_all, tell_each_other
 
 _log = logging.getLogger(__name__)

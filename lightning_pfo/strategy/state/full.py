@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import memory_of, tree_leaves, tree_map
+from lightning_pfo.strategy.compat.patches import unwarned
+from lightning_pfo.strategy.compat.tensors import memory_of, tree_leaves, tree_map
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, tell_all
-from lightning_pfo.strategy.parallel.patches import unwarned
 from lightning_pfo.strategy.state.alike import changed_in, note_alike
 from lightning_pfo.strategy.state.placeholders import what_is_lacking
 

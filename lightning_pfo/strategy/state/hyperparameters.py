@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map_only
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import tree_leaves, tree_map_only
 from lightning_pfo.strategy.state.whole_module import gather_tensors_of, whole_copy
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import named_tensors
+from lightning_pfo.strategy.compat.modules import named_tensors
 from lightning_pfo.strategy.parallel.groups import checksum, copy_from, spread, tell_each_other
 
 Mark = tuple[tuple[int, ...], torch.dtype, str]

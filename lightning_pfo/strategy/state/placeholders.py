@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import tensors_of, tree_leaves
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 from lightning_pfo.strategy.parallel.dtensor import is_written_from_nowhere, lacks_values
 
 _REFUSAL = (

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import TypeIs
 
-from lightning_pfo.strategy.parallel.compat import change_mark, tensors_of
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import change_mark
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank, spread
 

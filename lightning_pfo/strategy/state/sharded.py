@@ -32,7 +32,8 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.files import move_into_place, temporary_sibling
-from lightning_pfo.strategy.parallel.compat import LAYOUT_READER, load_alone, tree_map_only
+from lightning_pfo.strategy.compat.processes import LAYOUT_READER, load_alone
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.parallel.groups import global_rank
 from lightning_pfo.strategy.state.alike import changed_in
 from lightning_pfo.strategy.state.files import is_remote, save_file

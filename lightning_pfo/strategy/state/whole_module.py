@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import drop_hooks_of_tensor_parallelism, forward_pre_hooks_of
+from lightning_pfo.strategy.compat.modules import drop_hooks_of_tensor_parallelism, forward_pre_hooks_of
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel.dtensor import local
 from lightning_pfo.strategy.parallel.fsdp import holders_of
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state.alike import changed_in
 from lightning_pfo.strategy.state.full import gather_tensors
 from lightning_pfo.strategy.state.placeholders import unmarked

@@ -17,18 +17,16 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import (
+from lightning_pfo.strategy.compat.autograd import (
     accumulation_hooks_of,
-    emptied,
     gradient_hooks_of,
     ignored_label_of,
     kind_of_operation,
-    memory_of,
-    scale_in_place,
     target_of,
-    tree_map_only,
 )
+from lightning_pfo.strategy.compat.optimizers import emptied, scale_in_place
+from lightning_pfo.strategy.compat.tensors import memory_of, tree_map_only
+from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local, placed_like
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import (

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import tree_flatten, tree_unflatten
 from lightning_pfo.strategy.model.ownership import move_local_tensors
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.tracked import follow_units, following
 from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_flatten, tree_unflatten
 from lightning_pfo.strategy.parallel.groups import tell_all
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.gradients import loss_of
 from lightning_pfo.strategy.step.metrics.compat import without_synchronisation
 from lightning_pfo.strategy.step.metrics.states import metrics_in, modules_around

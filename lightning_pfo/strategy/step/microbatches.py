@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_pfo.core.errors import BatchError, ConfigurationError
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
-from lightning_pfo.strategy.parallel.compat import tree_leaves
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 
 _PER_RANK = 4
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import named_tensors
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.flags import Flags
 from lightning_pfo.strategy.model.split import Split
@@ -21,8 +23,6 @@ from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.events import Trace
 from lightning_pfo.strategy.model.tracing.noticing.held import Place
 from lightning_pfo.strategy.model.variables import known_to
-from lightning_pfo.strategy.parallel.compat import named_tensors
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.left import Left
 from lightning_pfo.strategy.step.effects.within import runs_forward_only

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.engine.endings import ending_as_raised
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import AfterBackward
@@ -23,9 +25,7 @@ from lightning_pfo.strategy.model.tracing.dividing.program import Counts
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import Shared, spread
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.parallel.reductions import Gradients
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching, ShortBatches
 from lightning_pfo.strategy.step.batches.splitting import Microbatches

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import all_of
 from lightning_pfo.strategy.model.reach.caches import Caches
 from lightning_pfo.strategy.model.reach.places import NO_MODULES
 from lightning_pfo.strategy.model.reach.untouched import untouched
@@ -20,7 +21,6 @@ from lightning_pfo.strategy.model.tracing.noticing.held import Place
 from lightning_pfo.strategy.model.tracing.trace import trace_step
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run, following
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.patches import all_of
 from lightning_pfo.strategy.step.batches.rules import form_of
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.left import Left

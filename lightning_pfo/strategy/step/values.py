@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import PfoError
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.parallel.groups import RanksApartError, as_bytes, global_rank, spread, tell_each_other
 from lightning_pfo.strategy.step.effects.parcel import Parcel, forms_of, pack, unpack
 

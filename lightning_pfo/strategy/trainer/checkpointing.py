@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.groups import Wanted
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.state import full as whole
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.state import whole_module

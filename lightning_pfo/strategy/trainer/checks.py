@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.wording import counted, shortened
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.coupling import check_optimizer
 from lightning_pfo.strategy.model.layers import check_compiler
 from lightning_pfo.strategy.model.tracing.placeholders import check_values
 from lightning_pfo.strategy.model.variables import is_library, packages_of, users_line
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.outward import collectives
 from lightning_pfo.strategy.step.effects.within import step_ends_here

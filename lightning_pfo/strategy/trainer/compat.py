@@ -1,4 +1,4 @@
-"""All that the package uses of Lightning although it is not public; see `strategy.parallel.compat`."""
+"""All that the package uses of Lightning although it is not public; see `strategy.compat`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.parallel.groups import OutOfMemoryElsewhereError
-from lightning_pfo.strategy.parallel.patches import Patches
 
 __all__ = ["connect_processes", "default_backend", "seed_workers", "share_threads"]
 

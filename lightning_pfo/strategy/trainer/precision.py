@@ -11,10 +11,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.gradient_readers import Reader, tell_of_readers
 from lightning_pfo.strategy.parallel.clipping import Norms, clip_by_value, clip_for_torch
 from lightning_pfo.strategy.parallel.loss_scaling import skip_together
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.within import within_step
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.processes import abort_process_group
 from lightning_pfo.strategy.engine.executor import WAITS_IN, progress
 from lightning_pfo.strategy.engine.forked import refuse_forked
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import abort_process_group
 from lightning_pfo.strategy.parallel.groups import in_background, meet, tell_all
 from lightning_pfo.strategy.parallel.mesh import ProcessMesh, check_mesh_sizes, make_mesh, mesh_dimensions
 from lightning_pfo.strategy.parallel.reductions import reduce_in_place

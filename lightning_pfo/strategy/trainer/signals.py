@@ -23,9 +23,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.engine.endings import InterruptedAtOnce
 from lightning_pfo.strategy.parallel.groups import OUT_OF_MEMORY, tell_each_other
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.trainer.compat import (
     Handler,

@@ -20,12 +20,12 @@ from lightning_pfo.core.events import InstructionSource
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.wording import counted
 from lightning_pfo.strategy.build import Pipeline
+from lightning_pfo.strategy.compat.patches import Patches, all_of
 from lightning_pfo.strategy.model.batch_norm import least_samples
 from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, untouched
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.loss_scaling import loss_scale_of
-from lightning_pfo.strategy.parallel.patches import Patches, all_of
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.check import check_same_batch, sample_of
 from lightning_pfo.strategy.step.batches.weights import label_leaves

@@ -23,6 +23,7 @@ from lightning_pfo.core.schedules.registry import check_schedule_name, file_of, 
 from lightning_pfo.core.schedules.schedule import PipelineSchedule
 from lightning_pfo.core.schedules.validation import make_checked_schedule
 from lightning_pfo.strategy.build import Pipeline, build_pipeline
+from lightning_pfo.strategy.compat.patches import Patches, unwarned
 from lightning_pfo.strategy.model.batch_norm import check_batch_norm
 from lightning_pfo.strategy.model.ownership import check_uncalled, move_local_tensors
 from lightning_pfo.strategy.model.partition import check_partition
@@ -31,7 +32,6 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.clipping import Norms
 from lightning_pfo.strategy.parallel.fsdp import Sharding, check_shard_offload
 from lightning_pfo.strategy.parallel.mesh import check_shard_size, sharding_mesh
-from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.state.placeholders import refuse_saving
 from lightning_pfo.strategy.state.sharded import is_sharded
 from lightning_pfo.strategy.step.batches.batching import Batching

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 from lightning_pfo.strategy.engine.stage import Stage
 from lightning_pfo.strategy.model.calls import layer_calls
 from lightning_pfo.strategy.model.ownership import release_others
@@ -17,8 +19,6 @@ from lightning_pfo.strategy.model.tracing.forms.values import remember_buffers
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_leaves
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.tracing import trace_untouched
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, defer_batch_norms, what_they_normalise
-from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import Holder, Stages
 
 

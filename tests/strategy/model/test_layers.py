@@ -7,13 +7,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.layers import (
     check_compilable,
     check_compiler,
     check_recomputable,
     recompute_activations,
 )
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class CountsForwards(nn.Linear):

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import api as parallel_api
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.registry import make_schedule
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_shardable
 from tests.comparing import check
 from tests.launch import run_script

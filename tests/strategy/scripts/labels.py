@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.quiet import QUIET
 from tests.ranks import run_ranks
 

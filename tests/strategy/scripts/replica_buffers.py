@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.quiet import QUIET
 from tests.ranks import run_ranks
 

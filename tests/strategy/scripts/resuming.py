@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pfo.core.files import temporary_sibling
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from lightning_pfo.strategy.state import sharded as sharded_checkpoint
 from lightning_pfo.strategy.trainer.checkpointing import SafeCheckpointIO
 

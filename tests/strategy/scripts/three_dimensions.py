@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pfo.core.events import InstructionListener
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from lightning_pfo.strategy.parallel import fsdp
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from lightning_pfo.strategy.state import full
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.quiet import QUIET
 from tests.ranks import run_ranks
 

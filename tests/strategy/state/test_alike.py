@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import named_tensors
+from lightning_pfo.strategy.compat.modules import named_tensors
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.state.alike import changed_in, copy_latest, note_alike, share_changed_buffers
 from tests.launch import of_ranks

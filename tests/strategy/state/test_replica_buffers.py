@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.comparing import check
 from tests.launch import run_script
 

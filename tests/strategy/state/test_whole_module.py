@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.state.whole_module import gather_module
 
 

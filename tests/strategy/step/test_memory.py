@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from lightning_pfo.strategy.model.tracing.forms.outline import outline_call
-from lightning_pfo.strategy.parallel.compat import OLDEST_FSDP
 from lightning_pfo.strategy.step.memory.optimizer_trial import try_optimizers
 from lightning_pfo.strategy.step.memory.report import MemoryReport, RankMemory
 from lightning_pfo.strategy.step.memory.substitutes import NoValues

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
-from lightning_pfo.strategy.parallel.patches import Patches
 
 _BY_VALUES = ("orthogonal_", "sparse_", "trunc_normal_")
 

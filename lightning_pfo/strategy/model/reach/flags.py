@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, modules_of, parameters_of
+from lightning_pfo.strategy.compat.modules import modules_of, parameters_of
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
 
 Changed = tuple[dict[int, bool], dict[int, bool]]
 """The modules and the parameters that are switched otherwise, by their place in the model, and how."""

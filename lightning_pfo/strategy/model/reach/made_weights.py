@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_pfo.strategy.parallel.compat import forward_pre_hooks_of
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.modules import forward_pre_hooks_of
+from lightning_pfo.strategy.compat.patches import Patches
 
 Buffers = Sequence[torch.Tensor]
 _ListsBuffers = Callable[[], Buffers]

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
+from lightning_pfo.strategy.compat.modules import forward_hooks_of, forward_pre_hooks_of, modules_of
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric, kept_by_metric
 from lightning_pfo.strategy.model.reach.metrics import metrics_set_of
 from lightning_pfo.strategy.model.reach.of_trainer import others_of, settings_held, settings_of
@@ -41,7 +42,6 @@ from lightning_pfo.strategy.model.variables import (
     known_to_function,
     packages_of,
 )
-from lightning_pfo.strategy.parallel.compat import forward_hooks_of, forward_pre_hooks_of, modules_of
 
 _CALLED = frozenset((types.FunctionType, types.MethodType, types.BuiltinMethodType, partial))
 """Types of what a step may call that holds something."""

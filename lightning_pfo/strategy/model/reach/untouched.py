@@ -16,16 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_pfo.strategy.compat.modules import children_of, tensors_of
+from lightning_pfo.strategy.compat.optimizers import optimizer_hooks_aside
+from lightning_pfo.strategy.compat.tensors import memory_of
 from lightning_pfo.strategy.model.reach.flags import Flags
 from lightning_pfo.strategy.model.reach.places import GENERATORS, Places, set_state, state_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import followed_in
-from lightning_pfo.strategy.parallel.compat import (
-    children_of,
-    memory_of,
-    optimizer_hooks_aside,
-    tensors_of,
-)
 
 _LONGEST = 10_000
 """Containers of more items are data: their items are kept, but not looked into."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, version_of
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import WrittenError
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, version_of
-from lightning_pfo.strategy.parallel.patches import Patches
 
 _DATA: Any = torch.Tensor.data
 _given: list[tuple[nn.Parameter, torch.Tensor, str, int]] | None = None

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import BackwardHooks, backward_hooks_of, modules_of, take_backward_hooks_of
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.modules import BackwardHooks, backward_hooks_of, modules_of, take_backward_hooks_of
+from lightning_pfo.strategy.compat.patches import Patches
 
 
 def take_backward_hooks(root: nn.Module, units: Iterable[Any], patches: Patches) -> None:

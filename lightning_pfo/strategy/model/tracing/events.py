@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, base_of
 from lightning_pfo.strategy.model.tracing.forms.left import Place
 from lightning_pfo.strategy.model.tracing.functions import HOOKS
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, base_of
 
 FOREVER = math.inf
 _SINGLE = tree_flatten(0)[1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 _NORMS = ("grad_norm",)
 """Of Lightning; others treat each gradient on its own, are given a norm, or know all stages."""

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, memory_of
 from lightning_pfo.strategy.model.tracing.ends import BY_FIRST_BATCH, DeviationError, deviates
 from lightning_pfo.strategy.model.tracing.functions import draws, form_argument, is_metadata, tells_place
 from lightning_pfo.strategy.model.tracing.gradient_readers import KNOWN, note_reader, place_of
@@ -32,7 +34,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, memory_of, tensors_of
 from lightning_pfo.strategy.parallel.dtensor import alike, is_written_from_nowhere, lacks_values, writes
 
 _log = logging.getLogger(__name__)

@@ -18,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.autograd import Recompute, recompute_with
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import CHECKS, DisableTorchFunctionSubclass, memory_of
 from lightning_pfo.strategy.model.tracing.dividing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import (
@@ -60,14 +63,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import (
-    CHECKS,
-    DisableTorchFunctionSubclass,
-    Recompute,
-    memory_of,
-    recompute_with,
-)
-from lightning_pfo.strategy.parallel.patches import Patches
 
 Tensors = tuple[torch.Tensor, ...]
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]

@@ -16,6 +16,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.tensors import (
+    CHECKS,
+    DisableTorchFunctionSubclass,
+    base_of,
+    has_memory,
+    memory_of,
+    reserved_memory,
+)
 from lightning_pfo.strategy.model.tracing.differentiating import differentiation, gradients_in_form
 from lightning_pfo.strategy.model.tracing.ends import calls_backward
 from lightning_pfo.strategy.model.tracing.events import (
@@ -81,14 +89,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line, users_module, within_metric
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import (
-    CHECKS,
-    DisableTorchFunctionSubclass,
-    base_of,
-    has_memory,
-    memory_of,
-    reserved_memory,
-)
 from lightning_pfo.strategy.parallel.dtensor import writes
 
 

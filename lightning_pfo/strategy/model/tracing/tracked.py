@@ -17,14 +17,11 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, without_memory
 from lightning_pfo.strategy.model.tracing.forms.parts import is_made_at_once
 from lightning_pfo.strategy.model.tracing.functions import MAKERS, is_metadata
 from lightning_pfo.strategy.model.tracing.trees import change_attributes, tree_flatten, tree_map_only, tree_unflatten
-from lightning_pfo.strategy.parallel.compat import (
-    DisableTorchFunctionSubclass,
-    without_memory,
-)
-from lightning_pfo.strategy.parallel.patches import Patches
 
 __all__ = ["Run", "Tracked", "current_run", "following", "plain", "untracked"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat import tensors
 from lightning_pfo.strategy.model.tracing.forms.parts import Parts, attributes_of, holds_tensor, is_open, parts_of
-from lightning_pfo.strategy.parallel import compat
 
 _LEAVES = frozenset({torch.Tensor, nn.Parameter, bool, int, float, str, bytes, type(None), torch.dtype, torch.device})
 """Types of nearly all leaves."""
@@ -82,7 +82,7 @@ def tree_flatten(values: Any, _around: Sequence[Any] = ()) -> tuple[list[Any], A
     if shape is not None and (structure := _STRUCTURES.get(shape)) is not None:
         return leaves, structure
     by_shape = leaves
-    leaves, structure = compat.tree_flatten(values)
+    leaves, structure = tensors.tree_flatten(values)
     if shape is not None and _are_same(by_shape, leaves):
         _STRUCTURES[shape] = structure
         if len(_STRUCTURES) > _MOST_STRUCTURES:
@@ -108,12 +108,12 @@ def tree_unflatten(leaves: Iterable[Any], structure: Any, _around: Sequence[Any]
     """Put leaves together."""
     leaves = list(leaves)
     if not isinstance(structure, _WithObjects):
-        return compat.tree_unflatten(leaves, structure)
+        return tensors.tree_unflatten(leaves, structure)
     for position, length, of_object in structure.objects:
         made = of_object.parts.begin()
         values = tree_unflatten(leaves[position : position + length], of_object.structure, (*_around, made))
         leaves[position : position + length] = [of_object.parts.finish(made, values, _around)]
-    return compat.tree_unflatten(leaves, structure.structure)
+    return tensors.tree_unflatten(leaves, structure.structure)
 
 
 def tree_leaves(values: Any) -> list[Any]:

@@ -20,10 +20,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import change_mark
 from lightning_pfo.strategy.model.tracing.forms.left import Place, roots_of
 from lightning_pfo.strategy.model.tracing.forms.parts import attributes_of, is_cache
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import change_mark
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""

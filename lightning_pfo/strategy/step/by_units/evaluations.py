@@ -16,13 +16,13 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import named_tensors
 from lightning_pfo.strategy.engine.endings import StepEndedError
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.partition import in_bytes
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.noticing.held import HeldTensors
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.parallel.compat import named_tensors
 from lightning_pfo.strategy.parallel.dtensor import writes
 from lightning_pfo.strategy.parallel.groups import RanksApartError, meet
 from lightning_pfo.strategy.step.batches.notices import warn_once

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.parallel.groups import as_bytes, global_rank
 
 

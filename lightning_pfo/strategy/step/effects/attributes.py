@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.reach.places import (
     ITEMS,
     LEFT_ALONE,
@@ -41,7 +42,6 @@ from lightning_pfo.strategy.model.reach.places import (
 )
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError, Tracked, plain_in_place
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.batches.structures import PLAIN

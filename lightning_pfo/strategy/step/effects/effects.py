@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import children_of
 from lightning_pfo.strategy.model.reach.flags import Changed, Flags
 from lightning_pfo.strategy.model.reach.places import NO_MODULES, Path
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.parallel.compat import children_of
 from lightning_pfo.strategy.step.batches.rules import Rules
 from lightning_pfo.strategy.step.effects.attributes import Attributes
 from lightning_pfo.strategy.step.effects.merge import Changes

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_pfo.core.errors import BatchError
-from lightning_pfo.strategy.parallel.compat import change_mark, tree_map_only
+from lightning_pfo.strategy.compat.tensors import change_mark, tree_map_only
 from lightning_pfo.strategy.step.batches.structures import PLAIN, has_samples, taken_apart
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
 from lightning_pfo.strategy.step.effects.outward.noted import note_call

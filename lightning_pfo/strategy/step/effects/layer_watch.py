@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, change_mark
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import following
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark, tensors_of
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _LOOKED_AT = 3

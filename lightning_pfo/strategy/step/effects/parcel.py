@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import tree_leaves, tree_map
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
-from lightning_pfo.strategy.parallel.compat import tree_leaves, tree_map
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import PLAIN
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import tensors_of
+from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.step.batches.structures import PLAIN, leaves_of, taken_apart
 
 Dimensions = dict[str, int]

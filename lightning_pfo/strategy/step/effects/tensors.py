@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_pfo.strategy.compat.tensors import change_mark
 from lightning_pfo.strategy.model.reach.places import Path, named
 from lightning_pfo.strategy.model.reach.untouched import write_array_back, write_back
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 SMALL_BYTES = 2**16

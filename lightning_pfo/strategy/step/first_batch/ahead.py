@@ -20,10 +20,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_pfo.strategy.compat.patches import unwarned
 from lightning_pfo.strategy.model.reach.places import Places, takes_only
 from lightning_pfo.strategy.model.reach.untouched import attributes_untouched, places_untouched
 from lightning_pfo.strategy.model.variables import is_of_library
-from lightning_pfo.strategy.parallel.patches import unwarned
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import modules_of
+from lightning_pfo.strategy.compat.modules import modules_of
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.batches.weights import (
     IGNORED_LABEL,

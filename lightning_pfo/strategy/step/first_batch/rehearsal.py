@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import LACKS_GRADIENTS, tree_map_only
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects

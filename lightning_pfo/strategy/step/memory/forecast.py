@@ -13,6 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pfo.core.instruction import InstructionType
+from lightning_pfo.strategy.compat.modules import named_tensors
+from lightning_pfo.strategy.compat.tensors import memory_of
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.living_bytes import bytes_on
 from lightning_pfo.strategy.engine.stage import received_forms
@@ -21,7 +23,6 @@ from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
-from lightning_pfo.strategy.parallel.compat import memory_of, named_tensors
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
 from lightning_pfo.strategy.parallel.fsdp import Sharding, as_traced
 from lightning_pfo.strategy.parallel.groups import Shared

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes, bytes_on
-from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.merge import Changes
 from lightning_pfo.strategy.step.effects.parcel import pack

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_pfo.strategy.compat.modules import modules_of, tensors_of
+from lightning_pfo.strategy.compat.tensors import FakeTensorMode, tree_map_only
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import FakeTensorMode, modules_of, tensors_of, tree_map_only
 from lightning_pfo.strategy.parallel.dtensor import from_local, is_divided_over, local
 from lightning_pfo.strategy.parallel.holder import Holder
 

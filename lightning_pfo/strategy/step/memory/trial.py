@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.instruction import Instruction, InstructionType
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.engine.executor import followed_at_once
 from lightning_pfo.strategy.engine.living_bytes import LivingBytes, bytes_on
@@ -23,7 +24,6 @@ from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.forms.values import without_reports
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.parallel.dtensor import is_divided_over, local
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.gradients import StepGradients, put_gradients, take_gradients
 from lightning_pfo.strategy.step.memory.costs import OF_WEIGHTS, Cost, StageCosts
 from lightning_pfo.strategy.step.memory.exchanges import Exchanges

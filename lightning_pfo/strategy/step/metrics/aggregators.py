@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.compat import needs_whole_batches
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.places import Path, Places
 from lightning_pfo.strategy.model.variables import is_of_library, packages_of
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.noted import note_call
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace, ToldMetric
 from lightning_pfo.strategy.step.metrics.compat import (

@@ -1,4 +1,4 @@
-"""All that the package uses of torchmetrics although it is not public; see `strategy.parallel.compat`.
+"""All that the package uses of torchmetrics although it is not public; see `strategy.compat`.
 
 torchmetrics itself is not imported here: that takes seconds, and metrics are met only where users have imported it.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.compat import needs_whole_batches
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.told import states_alone
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.reach.places import Path
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.effects.outward.calls import is_of_metric
 from lightning_pfo.strategy.step.effects.outward.noted import Call
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.reach.places import Path, Places, named
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.parallel.groups import tell_all
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.within import step_meets_replicas, within_step
 from lightning_pfo.strategy.step.metrics.compat import (

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import SKIPPED
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.compat import tree_leaves
 from lightning_pfo.strategy.step.programs import Programs, StepPrograms, Whole
 from lightning_pfo.strategy.step.recording import skips_some
 from lightning_pfo.strategy.step.whole.joining import Join, joins_of

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 
 def add_the_same_everywhere(trainer: pl.Trainer, patches: Patches) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.trainer.compat import skips_backward
 
 _LOOK_AT_NOTHING = ("lightning.", "lightning_pfo.")

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ProgressBar
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 _SHOWING = ("on_train_epoch_end", "on_validation_end")
 """Where bars show metrics of an epoch that may not be computed yet."""

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.patches import Patches, unwarned
 from lightning_pfo.strategy.model.ownership import move_local_tensors
-from lightning_pfo.strategy.parallel.compat import tensors_of
-from lightning_pfo.strategy.parallel.patches import Patches, unwarned
 from lightning_pfo.strategy.trainer.callbacks.compat import average_of
 
 _AVERAGING = tuple(

@@ -1,4 +1,4 @@
-"""All that the package uses of what Lightning collects of `self.log`; see `strategy.parallel.compat`."""
+"""All that the package uses of what Lightning collects of `self.log`; see `strategy.compat`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 
-from lightning_pfo.strategy.parallel.patches import Patches
+from lightning_pfo.strategy.compat.patches import Patches
 
 SEEN_IN = "lightning 2.5 to 2.6"
 PRIVATE = {

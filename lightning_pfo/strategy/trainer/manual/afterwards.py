@@ -10,12 +10,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import tree_leaves
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError
 from lightning_pfo.strategy.model.tracing.functions import tells_no_values, whose_values_count
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, current_run
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import tree_leaves
 
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.ends import OtherPathError, PhaseEnded
 from lightning_pfo.strategy.model.tracing.gradient_readers import place_of
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import LACKS_GRADIENTS
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.effects.outward.calls import make_calls
 from lightning_pfo.strategy.step.effects.outward.noted import Call
 from lightning_pfo.strategy.step.programs import Programs

@@ -14,12 +14,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.coupling import needs_other_gradients
 from lightning_pfo.strategy.model.reach.flags import note_backward
 from lightning_pfo.strategy.model.tracing.stage_run import StageRun
 from lightning_pfo.strategy.model.tracing.tracked import current_run, following, plain
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.step.effects.outward.calls import with_values
 from lightning_pfo.strategy.step.effects.outward.noted import Call, note_call
 from lightning_pfo.strategy.step.effects.within import runs_forward_only, step_ends_here

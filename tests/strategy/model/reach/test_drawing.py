@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.reach.drawing import draw_alike
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder, mark_placeholders
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 @pytest.mark.parametrize("name", ["trunc_normal_", "orthogonal_", "sparse_"])

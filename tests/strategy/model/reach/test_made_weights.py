@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, spectral_norm
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.reach.made_weights import MadeWeights, make_weights_within
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class Counts(nn.Module):

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy import PfoPipelineStrategy
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
-from lightning_pfo.strategy.parallel.patches import Patches
 from tests.quiet import QUIET
 
 WAYS = {

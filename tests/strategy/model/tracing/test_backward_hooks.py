@@ -3,10 +3,10 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.backward_hooks import take_backward_hooks
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import find_units
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.parallel.compat import FakeTensor
+from lightning_pfo.strategy.compat.tensors import FakeTensor
 from tests.strategy.model.stages import Followed, assert_equal, run_cut, run_plainly
 from tests.strategy.model.tracing.cases import Block, Case
 

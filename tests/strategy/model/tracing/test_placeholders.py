@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing import placeholders
 from lightning_pfo.strategy.model.tracing.placeholders import (
@@ -23,7 +24,6 @@ from lightning_pfo.strategy.model.tracing.placeholders import (
 from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.dtensor import lacks_values
-from lightning_pfo.strategy.parallel.patches import Patches
 from tests.strategy.model.stages import CPU, Holder, Stages, assert_equal, run_plainly
 
 

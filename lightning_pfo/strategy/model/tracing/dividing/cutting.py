@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.model.tracing.events import Differentiation, Trace
-from lightning_pfo.strategy.parallel.compat import tensors_of
 
 _MOVE = "move the boundary with partition='custom:...', or use fewer stages"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_pfo.strategy.compat.modules import named_tensors
 from lightning_pfo.strategy.model.tracing.dividing.flow import Flow
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.units import Unit
-from lightning_pfo.strategy.parallel.compat import named_tensors
 
 _SMALLER = 16
 """What is so much smaller than the weights that it was made from is sent."""

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.model.tracing.forms.parts import attributes_of, slots_of
 from lightning_pfo.strategy.model.variables import HOLDERS, Variables, is_library
-from lightning_pfo.strategy.parallel.compat import tensors_of
 
 LISTS = (list, deque)
 OF_MODULES = frozenset(vars(nn.Module()))

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.model.tracing.events import Event
 from lightning_pfo.strategy.model.tracing.forms.left import returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.forms.values import on_zeros, zeros_of
 from lightning_pfo.strategy.model.tracing.noticing.applied import in_transform
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass
 
 
 class Around(Protocol):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, change_mark
 from lightning_pfo.strategy.model.tracing.ends import deviates
 from lightning_pfo.strategy.model.tracing.forms.holders import (
     LISTS,
@@ -30,7 +31,6 @@ from lightning_pfo.strategy.model.tracing.forms.holders import (
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, untracked
 from lightning_pfo.strategy.model.tracing.trees import rewrite, tree_flatten, tree_leaves
 from lightning_pfo.strategy.model.variables import Variables, known_to
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, change_mark
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Of a call, and its named ones."""

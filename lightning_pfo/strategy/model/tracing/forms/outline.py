@@ -16,6 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.patches import all_of
+from lightning_pfo.strategy.compat.tensors import form_without_values, version_of
 from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
@@ -42,14 +46,7 @@ from lightning_pfo.strategy.model.tracing.forms.varying import (
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pfo.strategy.model.variables import told_of_error
-from lightning_pfo.strategy.parallel.compat import (
-    LACKS_GRADIENTS,
-    form_without_values,
-    tensors_of,
-    version_of,
-)
 from lightning_pfo.strategy.parallel.holder import Holder
-from lightning_pfo.strategy.parallel.patches import all_of
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfo.strategy.parallel.compat import memory_of
+from lightning_pfo.strategy.compat.tensors import memory_of
 
 _OVER_TIME = (torch.gru, torch.rnn_tanh, torch.rnn_relu)
 """An LSTM's steps are one operation; nothing goes through them."""

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, tensors_of
 from lightning_pfo.strategy.parallel.groups import content_of
 
 _KEPT = 64

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.compat.tensors import TorchDispatchMode
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
-from lightning_pfo.strategy.parallel.compat import TorchDispatchMode
 
 
 class Selected(Enum):

@@ -18,11 +18,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.patches import unwarned
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, FakeTensorMode, form_without_values
 from lightning_pfo.strategy.model.tracing.tracked import natively, plain
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
-from lightning_pfo.strategy.parallel.compat import DisableTorchFunctionSubclass, FakeTensorMode, form_without_values
 from lightning_pfo.strategy.parallel.dtensor import writes
-from lightning_pfo.strategy.parallel.patches import unwarned
 
 MOST_LOOKS = 4_000
 """So often Python may look at values in a trace: a loop that waits for those of stages has no end on others."""

@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.compat.autograd import transform_with
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.ends import differentiates_later
 from lightning_pfo.strategy.model.tracing.forms.hidden import HidingError
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves
-from lightning_pfo.strategy.parallel.compat import (
-    transform_with,
-)
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 @contextmanager

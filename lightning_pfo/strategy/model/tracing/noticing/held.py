@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pfo.strategy.compat.modules import named_tensors
+from lightning_pfo.strategy.compat.tensors import change_mark, has_memory, memory_of, reserved_memory
 from lightning_pfo.strategy.model.tracing.events import Event, Trace
 from lightning_pfo.strategy.model.tracing.forms.selecting import selects
 from lightning_pfo.strategy.model.tracing.forms.varying import labels_in
@@ -20,7 +22,6 @@ from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Run, Tracked, current_run
 from lightning_pfo.strategy.model.tracing.trees import tree_leaves, tree_map_only
 from lightning_pfo.strategy.model.variables import users_line, within_metric
-from lightning_pfo.strategy.parallel.compat import change_mark, has_memory, memory_of, named_tensors, reserved_memory
 from lightning_pfo.strategy.parallel.dtensor import writes
 
 

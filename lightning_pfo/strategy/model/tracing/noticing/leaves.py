@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_pfo.strategy.compat.tensors import change_mark, memory_of, version_of
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.model.tracing.trees import tree_map_only
-from lightning_pfo.strategy.parallel.compat import change_mark, memory_of, version_of
 from lightning_pfo.strategy.parallel.dtensor import alike
 
 

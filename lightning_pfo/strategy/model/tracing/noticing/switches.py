@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_pfo.strategy.compat.autograd import Recompute, recompute_with
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.tracing.tracked import Run, current_run
-from lightning_pfo.strategy.parallel.compat import Recompute, recompute_with
-from lightning_pfo.strategy.parallel.patches import Patches
 
 
 def recomputation_noted(run: Run, events: Sequence[Any], found: list[tuple[int, int]]) -> Patches:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.reach.metrics import ShowingLogged, shown_logged
 from lightning_pfo.strategy.model.reach.of_trainer import trainer_of
 from lightning_pfo.strategy.model.reach.places import named
 from lightning_pfo.strategy.model.tracing.tracked import following, plain
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.batches.merging import UnmergeableError, merge_outputs
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.rules import Rules

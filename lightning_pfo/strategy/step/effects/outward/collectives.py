@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.autograd import in_backward
+from lightning_pfo.strategy.compat.optimizers import cell_of
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.compat import cell_of, in_backward
-from lightning_pfo.strategy.parallel.patches import Patches
 
 _IN_PLACE = ("all_reduce", "reduce", "broadcast", "broadcast_object_list", "barrier")
 _GATHERING = ("all_gather", "all_gather_object", "all_gather_into_tensor")

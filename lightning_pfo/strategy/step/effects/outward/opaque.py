@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_pfo.strategy.compat.tensors import change_mark
 from lightning_pfo.strategy.model.reach.places import PLAIN, Path, named, takes_only
 from lightning_pfo.strategy.model.variables import changes_by_itself
-from lightning_pfo.strategy.parallel.compat import change_mark
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _DEPTH = 5

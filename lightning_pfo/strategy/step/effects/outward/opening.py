@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.model.variables import is_library
-from lightning_pfo.strategy.parallel.patches import Patches
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
 _OWN_BUSINESS = ("torch.", "lightning.", "pytorch_lightning.", "lightning_pfo.", "logging")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_pfo.strategy.parallel.compat import tree_map_only
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.step.batches.structures import leaves_of
 
 _DOUBLE = 1e-10

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from lightning_pfo.strategy.compat.tensors import tree_map_only
 from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
-from lightning_pfo.strategy.parallel.compat import tree_map_only
 from lightning_pfo.strategy.step.gradients import way_of
 from lightning_pfo.strategy.step.whole.joining import Join
 

@@ -3,7 +3,7 @@ import warnings
 import pytest
 from torch import nn
 
-from lightning_pfo.strategy.parallel.patches import Patches, unwarned
+from lightning_pfo.strategy.compat.patches import Patches, unwarned
 
 
 class Base:
