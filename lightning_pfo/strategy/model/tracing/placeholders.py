@@ -135,7 +135,7 @@ class _PlaceholderTensor(torch.Tensor):
 
 
 _KINDS: dict[type, type] = {nn.Parameter: _PlaceholderParameter, torch.Tensor: _PlaceholderTensor}
-_PLACEHOLDERS = frozenset(_KINDS.values())
+_PLACEHOLDERS = {kind: ordinary for ordinary, kind in _KINDS.items()}
 
 
 def mark_placeholders(root: nn.Module) -> None:
@@ -155,6 +155,11 @@ def _marked(value: Any) -> Any:
 def is_placeholder(value: Any) -> bool:
     """Whether something is a tensor without values, wherever it says that it lies."""
     return isinstance(value, torch.Tensor) and (type(value) in _PLACEHOLDERS or value.is_meta)
+
+
+def kind_of(value: torch.Tensor) -> type:
+    """The type of a tensor, or of what a placeholder stands for."""
+    return _PLACEHOLDERS.get(type(value), type(value))
 
 
 class placeholders_on:  # noqa: N801 - as `contextlib`'s; entered for each instruction
@@ -320,7 +325,7 @@ def _is_new(result: Any, given: Any) -> bool:
 
 def has_placeholder(leaves: Iterable[Any]) -> bool:
     """Whether there is a placeholder among the leaves of arguments."""
-    return not _PLACEHOLDERS.isdisjoint(map(type, leaves))
+    return not _PLACEHOLDERS.keys().isdisjoint(map(type, leaves))
 
 
 _answering = staticmethod(_answer)

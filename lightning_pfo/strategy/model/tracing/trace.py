@@ -345,10 +345,13 @@ class _TraceRun:
                 outline, names = call(inside, first or nullcontext())
             event.held += names  # of other modules; its own are replaced meanwhile
             if first is not None and not (inside.was_asked or outline.way):
-                if first.talks(self._held.owner, lambda heard: call(Inside(self, event), heard, again=True)):
+                said = hash(tuple(first.said))
+                if not outlines.says_as_others(key, how, said) and first.talks(
+                    self._held.owner, lambda heard: call(Inside(self, event), heard, again=True)
+                ):
                     self.trace.talking.append((len(self.trace.events) - 1, unit))
                     return outline
-                outlines.silent.add(how)
+                outlines.silent[how] = said
             self.trace.counted += [".".join(filter(None, (unit.name, *place))) for place in kept.counted]
             if kept.are_kept and not (names or inside.was_asked or outline.left):
                 outlines.keep(key, leaves, outline)

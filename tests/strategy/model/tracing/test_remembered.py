@@ -1,12 +1,23 @@
 """A step is traced several times; what its units return in form is found once."""
 
+from weakref import WeakValueDictionary
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_pfo.strategy.model.tracing.forms.remembered import Outlines
+from lightning_pfo.strategy.model.tracing.forms.talking import FirstCall
+from lightning_pfo.strategy.model.tracing.placeholders import mark_placeholders
 from tests.strategy.model.stages import Followed, Holder
 
 CALLS = []
+
+
+@pytest.fixture(autouse=True)
+def others_forgotten(monkeypatch):
+    """Layers of other tests are of the same kind."""
+    monkeypatch.setattr(Outlines, "_first_given", WeakValueDictionary())
 
 
 class Layer(nn.Module):
@@ -57,6 +68,29 @@ def test_layers_that_are_alike_are_run_once_for_each_length():
     for parameter in followed.owner.parameters():
         parameter.requires_grad_(False)
     assert trace(followed)[0] == 2
+    followed.close()
+
+
+def test_layers_of_other_stages_are_alike_too():
+    followed, length = make(*(Layer() for _ in range(5)))
+    trace(followed)
+    mark_placeholders(followed.owner.model[2:].to("meta"))
+    length[0] = 6
+    assert trace(followed) == (2, [(6, 4)] * 5)
+    followed.close()
+
+
+def test_those_that_call_the_same_functions_are_asked_once_whether_they_tell_others_something(monkeypatch):
+    asked = []
+
+    def talks(self, owner, call):
+        asked.append(self)
+        return False
+
+    monkeypatch.setattr(FirstCall, "talks", talks)
+    followed, _ = make(*(Layer(stride=stride) for stride in (1, 1, 1, 1, 3)))
+    trace(followed)
+    assert len(asked) == 3  # the first takes the batch, the last says another number
     followed.close()
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same
+from lightning_pfo.strategy.model.tracing.placeholders import kind_of
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following
 from lightning_pfo.strategy.parallel.groups import content_of
 
@@ -54,14 +55,14 @@ class Outlines:
     is taken to do so for batches of other lengths too; if it did not, its stage would say so when it sends.
 
     Attributes:
-        silent: How it has been called that tells other units nothing, see `talking`.
+        silent: How it has been called that tells other units nothing, see `talking`, and what functions it called then.
     """
 
     _first_given: WeakValueDictionary[Call, Outlines] = WeakValueDictionary()
 
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Outline] = OrderedDict()
-        self.silent: set[Hashable] = set()
+        self.silent: dict[Hashable, int] = {}
         self._values_decide = False
         self._like: Outlines | None = None
 
@@ -99,6 +100,11 @@ class Outlines:
         if first is not self and of_first is not None and _described(of_first) == _described(outline):
             self._like = first
 
+    def says_as_others(self, call: Call | None, how: Hashable, said: int) -> bool:
+        """Whether another of its kind, which tells other units nothing, called the same functions, given the same."""
+        first = None if call is None else self._first_given.get(call)
+        return first is not None and first.silent.get(how) == said
+
     def _key(self, call: Call, leaves: list[Any]) -> Hashable:
         if not self._values_decide:
             return call
@@ -131,7 +137,7 @@ def form_of_call(
         else:
             return None
     held = tuple(
-        None if tensor is None else (type(tensor), _form(tensor))
+        None if tensor is None else (kind_of(tensor), _form(tensor))
         for part in module.modules()
         for named in tensors_of(part)
         for tensor in named.values()
