@@ -48,6 +48,7 @@ EQUAL = [
     "vq_vae",
     "asks_parameters",
     "gives_back_weights",
+    "takes_a_batch_only",
     "switches",
     "calls_functions",
     "hypernetwork",

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
@@ -168,14 +169,14 @@ class StepStrategy(CheckpointStrategy):
         item, self._first_loaders = self._first_item(training_data, "max_size_cycle")
         if item is None:
             return None
-        training_step = module.training_step
+        training_step, rest = module.training_step, _given_besides(module.training_step, 0)
         if self.manual is not None:
             self._make_optimizers()
             training_step = self.manual.of(training_step, [])
 
         def step(device: torch.device) -> Any:
             with self._first_microbatch(item[0], device) as microbatch, self.precision_plugin.train_step_context():
-                return training_step(microbatch, 0)
+                return training_step(microbatch, *rest)
 
         return step
 
@@ -202,7 +203,7 @@ class StepStrategy(CheckpointStrategy):
             return None
         name = f"{_STEP_OF[module.trainer.state.fn]}_step"
         evaluation_step = getattr(module, name)
-        rest = (0, 0) if len(loaders) > 1 else (0,)
+        rest = _given_besides(evaluation_step, *((0, 0) if len(loaders) > 1 else (0,)))
 
         def step(device: torch.device) -> Any:
             context = self.precision_plugin.predict_step_context()
@@ -442,3 +443,8 @@ class StepStrategy(CheckpointStrategy):
             raise RuntimeError("There are gradients in fit() only; ask for their norm in its hooks.")
         counted = list(self._module().parameters() if parameters is None else parameters)
         return self._norms.of(counted, float(norm_type), called="trainer.strategy.grad_norm")
+
+
+def _given_besides(step: Callable[..., Any], *numbers: int) -> tuple[int, ...]:
+    """Of the numbers of a batch and its loader those that Lightning gives a step: it need not take the former."""
+    return numbers if is_param_in_hook_signature(step, "batch_idx", min_args=2) else numbers[1:]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
 
 from tests.strategy.zoo.case import NUM_CLASSES, Classifier, Module, case, tokens, vectors
 from tests.strategy.zoo.own import VOCABULARY, WIDTH, InALoop, block
@@ -364,3 +365,37 @@ class Recurrent(nn.Module):
 @case("own")
 def recurrent_and_contiguous() -> Any:
     return Classifier(Recurrent()), tokens()
+
+
+class Masked(nn.Module):
+    """Leaves out some elements of a weight, as pruning does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+class TakesABatchOnly(Module):
+    """Has no number of the batch, layers in another order than called, and weights made of others and constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for layer in self.layers[1:3]:
+            parametrize.register_parametrization(layer, "weight", Masked())
+        parametrizations.orthogonal(self.layers[3])
+
+    def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
+        x, y = batch
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return functional.mse_loss(self.head(x), y)
+
+
+@case("steps")
+def takes_a_batch_only() -> Any:
+    return TakesABatchOnly(), vectors()

@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
@@ -129,11 +130,12 @@ def _train_alone(module: L.LightningModule, batches: list[Any], path: Path) -> _
     optimizer: Any = module.configure_optimizers()
     module.train()
     losses = []
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     for index, batch in enumerate(batches):
         parts = []
         for number, microbatch in enumerate(split_batch(batch, NUM_MICROBATCHES)):
             random_state.seed(_CPU, 0, 0, 0, 0, index, index, number, 0)  # what a microbatch's step draws first
-            output = module.training_step(microbatch, index)
+            output = module.training_step(microbatch, *([index] if takes_index else []))
             loss = output["loss"] if isinstance(output, dict) else output
             (loss / NUM_MICROBATCHES).backward()
             parts.append(loss.item())

@@ -19,6 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_pfo.strategy.compat.modules import forward_pre_hooks_of
 from lightning_pfo.strategy.compat.patches import Patches
+from lightning_pfo.strategy.compat.tensors import change_mark
 
 Buffers = Sequence[torch.Tensor]
 _ListsBuffers = Callable[[], Buffers]
@@ -37,8 +38,8 @@ class MadeWeights:
     """
 
     def __init__(self, root: nn.Module, followed: Collection[nn.Module], patches: Patches) -> None:
-        self._left: dict[Any, tuple[Buffers, Buffers]] = {}
-        self._begun: dict[tuple[Any, int], Buffers] | None = None
+        self._left: dict[Any, tuple[Buffers, _Values]] = {}
+        self._begun: dict[tuple[Any, int], _Values] | None = None
         self._counts: dict[Any, int] | None = None
         found: list[torch.Tensor] = []
         for module in root.modules():
@@ -56,7 +57,7 @@ class MadeWeights:
         try:
             yield
             for buffers, values in self._left.values():  # layers that run again in backward have changed them once more
-                _set(buffers, values)
+                values.put_back(buffers)
         finally:
             self._begun, self._left = None, {}
 
@@ -77,10 +78,13 @@ class MadeWeights:
         if self._counts is not None:
             number = self._counts.get(maker, 0)
             self._counts[maker] = number + 1
-        _set(buffers, self._begun.setdefault((maker, number), _copies(buffers)))
+        if (begun := self._begun.get((maker, number))) is None:
+            self._begun[maker, number] = _Values(buffers)
+        else:
+            begun.put_back(buffers)
         made = make()
         if self._counts is not None:
-            self._left[maker] = buffers, _copies(buffers)
+            self._left[maker] = buffers, _Values(buffers)
         return made
 
 
@@ -104,14 +108,25 @@ class _Once:
         return copy.deepcopy(self._make, memo)
 
 
-def _copies(buffers: Buffers) -> Buffers:
-    return [buffer.detach().clone() for buffer in buffers]
+class _Values:
+    """What buffers are now, for who puts it back.
 
+    Args:
+        buffers: The buffers.
+    """
 
-@torch.no_grad()
-def _set(buffers: Buffers, values: Buffers) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        buffer.copy_(value)
+    def __init__(self, buffers: Buffers) -> None:
+        self._values = [buffer.detach().clone() for buffer in buffers]
+        self._marks = [change_mark(buffer) for buffer in buffers]
+
+    @torch.no_grad()
+    def put_back(self, buffers: Buffers) -> None:
+        """Write it into those that are others now: what a weight is made of and stays, as a mask, may be in a graph."""
+        for index, (buffer, value) in enumerate(zip(buffers, self._values, strict=True)):
+            on_host = buffer.device.type == "cpu"  # nobody waits for another device
+            if not torch.equal(buffer, value) if on_host else change_mark(buffer) != self._marks[index]:
+                buffer.copy_(value)
+                self._marks[index] = change_mark(buffer)
 
 
 def _makers_of(module: nn.Module) -> Iterator[tuple[Any, str, _ListsBuffers]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_pfo.strategy.compat.tensors import FakeTensor
 from lightning_pfo.strategy.model.tracing.noticing.leaves import is_value
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import following
@@ -66,7 +67,7 @@ def _told(leaf: Any, of_values: Mapping[int, int], *, by_name: bool) -> str:
     if isinstance(leaf, torch.Tensor):
         with following(None):
             form = f"{tuple(leaf.shape)} {leaf.dtype}"
-            if by_name or is_placeholder(leaf) or leaf.numel() > _LARGEST:
+            if by_name or is_placeholder(leaf) or isinstance(leaf, FakeTensor) or leaf.numel() > _LARGEST:
                 return form
             try:
                 return f"{form} {checksum(leaf)}"
