@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -399,3 +401,37 @@ class TakesABatchOnly(Module):
 @case("steps")
 def takes_a_batch_only() -> Any:
     return TakesABatchOnly(), vectors()
+
+
+IN_CONTEXT: ContextVar[Tensor] = ContextVar("in_context")
+OF_THREAD = threading.local()
+
+
+class AddsUp(nn.Linear):
+    """Leaves penalties in a context variable, and in one of the thread."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).tanh()
+        IN_CONTEXT.set(IN_CONTEXT.get() + x.square().mean())
+        OF_THREAD.penalty = getattr(OF_THREAD, "penalty", 0.0) + x.abs().mean()
+        return x
+
+
+class AddedUp(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(AddsUp(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        token, OF_THREAD.penalty = IN_CONTEXT.set(torch.zeros(())), 0.0
+        try:
+            loss = functional.mse_loss(self.layers(x), y)
+            return loss + 0.1 * IN_CONTEXT.get() + 0.1 * OF_THREAD.penalty
+        finally:
+            IN_CONTEXT.reset(token)
+
+
+@case("own")
+def variables_of_context_and_thread() -> Any:
+    return AddedUp(), vectors()

@@ -7,6 +7,7 @@ computed as it is; every rank has the batch.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -123,7 +124,7 @@ def trace_step(
     noted_too = switches_noted(run, switches)
     with placeholders_on(device), following(run), functions_followed(run), noted, noted_too, Uncompiled(), seen:
         try:
-            result = step()
+            result = contextvars.copy_context().run(step)
         except (HidingError, KeyboardInterrupt):
             run.finish(None)
             with torch.no_grad():

@@ -32,22 +32,28 @@ class Model(nn.Module):
         return x.sum()
 
 
+def with_attribute(tensor, value):
+    tensor.auxiliary = value
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("leave", "kind"),
     [
-        (lambda _, v: lambda x: x + v, "function"),
-        (lambda _, v: {v}, "set"),
-        (lambda _, v: SimpleNamespace(values=frozenset([v])), "SimpleNamespace"),
-        (lambda _, v: iter([v]), "list_iterator"),
-        (lambda _, v: (each for each in [v]), "generator"),
-        (lambda _, v: v.add, "builtin_function_or_method"),
-        (lambda context, v: context.losses.add(v), "SimpleNamespace"),
+        (lambda _, v: lambda x: x + v, "a 'function'"),
+        (lambda _, v: {v}, "a 'set'"),
+        (lambda _, v: SimpleNamespace(values=frozenset([v])), "a 'SimpleNamespace'"),
+        (lambda _, v: iter([v]), "a 'list_iterator'"),
+        (lambda _, v: (each for each in [v]), "a 'generator'"),
+        (lambda _, v: v.add, "a 'builtin_function_or_method'"),
+        (lambda context, v: context.losses.add(v), "a 'SimpleNamespace'"),
+        (lambda _, v: with_attribute(torch.ones(2), v), "the attributes of a tensor"),
     ],
 )
 def test_what_cannot_be_taken_apart_is_refused(leave, kind):
     followed = Followed(Model(leave), lambda owner: owner.step(), 2)
     try:
-        said = f"'layers.0' returns tensors inside of a '{kind}'.* tuple, list, dict or dataclass"
+        said = f"'layers.0' returns tensors inside of {kind}.* tuple, list, dict or dataclass"
         with pytest.raises(ConfigurationError, match=said):
             followed.trace()
     finally:

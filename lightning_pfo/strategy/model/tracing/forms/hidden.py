@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
+from lightning_pfo.strategy.compat.tensors import FakeTensorMode
 from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
 
 _NOT_INTO = (type, types.ModuleType, types.CodeType, types.FrameType, nn.Module, str, bytes, int, float)
@@ -23,21 +25,26 @@ class HidingError(ConfigurationError):
 
 
 def hiding(leaves: Iterable[Any], without: Iterable[Any] = ()) -> str:
-    """The name of the class of the first leaf that hides a tensor; none: "".
+    """What the first leaf that hides a tensor is; none: "".
 
     Args:
         leaves: Of nested containers and objects.
         without: Leaves that are not asked.
     """
     known = set(map(id, without))
-    return next((type(leaf).__name__ for leaf in leaves if id(leaf) not in known and hides_tensor(leaf)), "")
+    return next((_told(leaf) for leaf in leaves if id(leaf) not in known and hides_tensor(leaf)), "")
+
+
+def _told(leaf: Any) -> str:
+    is_plain = isinstance(leaf, torch.Tensor) and not leaf.is_nested
+    return "the attributes of a tensor" if is_plain else f"a {type(leaf).__name__!r}"
 
 
 def hides_tensor(leaf: Any) -> bool:
-    """Whether there are tensors in something that is none itself, and that has not been taken apart."""
-    waiting: list[Any] = [leaf]
+    """Whether there are tensors in something that has not been taken apart, or in attributes of a tensor."""
+    waiting: list[Any] = _attributes(leaf) if isinstance(leaf, torch.Tensor) else [leaf]
     seen: set[int] = set()
-    for _ in range(0 if isinstance(leaf, torch.Tensor) else _DEEPEST):
+    for _ in range(_DEEPEST if waiting else 0):
         inner: list[Any] = []
         for each in waiting:
             if isinstance(each, torch.Tensor):
@@ -47,6 +54,20 @@ def hides_tensor(leaf: Any) -> bool:
                 inner += _contents(each)
         waiting = inner
     return False
+
+
+def _attributes(tensor: torch.Tensor) -> list[Any]:
+    """What somebody has set as attributes of a tensor, or a nested one consists of."""
+    if isinstance(tensor, nn.Parameter) or (hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested):
+        return []
+    return [value for name, value in vars(tensor).items() if name not in _of_forms()]
+
+
+@functools.cache
+def _of_forms() -> frozenset[str]:
+    """The attributes of tensors without values."""
+    with FakeTensorMode():
+        return frozenset(vars(torch.empty(())))
 
 
 def _contents(value: Any) -> list[Any]:
@@ -63,14 +84,14 @@ def refuse_hidden(name: str, kind: str) -> None:
 
     Args:
         name: The layer's.
-        kind: The name of a class, as `hiding` finds it.
+        kind: What hides tensors, as `hiding` finds it.
 
     Raises:
         HidingError: If there is one.
     """
     if kind:
         raise HidingError(
-            f"{name!r} returns tensors inside of a {kind!r}, or writes them into one that it is given; they cannot be "
+            f"{name!r} returns tensors inside of {kind}, or writes them into one that it is given; they cannot be "
             f"taken out of it to be sent to other stages. Let it return tensors, or a tuple, list, dict or dataclass "
             f"of them."
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -25,8 +27,10 @@ def items_in(value: Any) -> Any:
     """What may hold tensors in a module, a container or an object of the user's; nothing of other values."""
     if isinstance(value, (dict, Variables, *LISTS)):
         return value
-    if isinstance(value, nn.Module):
+    if isinstance(value, (nn.Module, threading.local)):
         return vars(value)
+    if isinstance(value, ContextVar):
+        return Variables(["content"], partial(_get, value), partial(_put, value), partial(_drop, value))
     kind: Any = type(value)
     if callable(value) or not (issubclass(kind, HOLDERS) or is_users(kind) or kind.__module__ == "collections"):
         return {}
@@ -34,6 +38,21 @@ def items_in(value: Any) -> Any:
         return getattr(value, "__dict__", {})
     names = list(dict.fromkeys((*slots_of(kind), *attributes_of(value))))
     return Variables(names, partial(getattr, value), partial(setattr, value), partial(delattr, value))
+
+
+def _get(variable: ContextVar[Any], name: str) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        raise KeyError(name) from None
+
+
+def _put(variable: ContextVar[Any], name: str, content: Any) -> None:
+    variable.set(content)
+
+
+def _drop(variable: ContextVar[Any], name: str) -> None:
+    """Who has set it alone could; a trace has a context of its own."""
 
 
 def is_users(cls: type) -> bool:
@@ -58,7 +77,8 @@ def holders_in(roots: Iterable[Any]) -> Iterator[tuple[Any, tuple[Any, ...], Any
 def _in(value: Any, path: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     holder = items_in(value)
     is_empty = not holder and holder is not value
-    if id(value) in seen or len(holder) > _LONGEST or (is_empty and not hasattr(value, "__dict__")):
+    may_hold = hasattr(value, "__dict__") or isinstance(value, ContextVar)
+    if id(value) in seen or len(holder) > _LONGEST or (is_empty and not may_hold):
         return
     seen.add(id(value))
     yield path, holder
