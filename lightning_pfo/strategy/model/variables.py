@@ -29,7 +29,8 @@ _NOT_THE_USERS_FILES = str(Path(__file__).parents[2]), str(Path(torch.__file__).
 _CHANGE_BY_THEMSELVES = frozenset(
     (
         *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_pfo", "accelerate", "logging"),
-        *("threading", "queue", "multiprocessing", "concurrent", "asyncio", "weakref", "subprocess", "socket", "tqdm"),
+        *("threading", "_thread", "_contextvars", "queue", "multiprocessing", "concurrent", "asyncio", "weakref"),
+        *("subprocess", "socket", "tqdm"),
         *("builtins", "functools", "enum", "re", "types", "typing", "abc", "pathlib", "datetime", "decimal", "numpy"),
     )
 )

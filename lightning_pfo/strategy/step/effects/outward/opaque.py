@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_pfo.strategy.compat.tensors import change_mark
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, change_mark
 from lightning_pfo.strategy.model.reach.places import PLAIN, Path, named, takes_only
+from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.model.variables import changes_by_itself
 from lightning_pfo.strategy.step.batches.notices import warn_once
 
@@ -61,7 +62,8 @@ class OpaqueLook:
                 )
 
     def _now(self) -> dict[Path, Any]:
-        return {path: _Print().of(value, _DEPTH) for path, value in self._found.items()}
+        with following(None), DisableTorchFunctionSubclass():  # our question, not the step's
+            return {path: _Print().of(value, _DEPTH) for path, value in self._found.items()}
 
 
 class _Print:
