@@ -219,6 +219,43 @@ class Layers(Base):
         return self.seen
 
 
+class Alternates(nn.Module):
+    """Calls another layer each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers[self.calls % 2](x)
+
+
+class CoolsDown(nn.Linear):
+    """Has a temperature that falls with each call."""
+
+    temperature = 1.0
+
+    def forward(self, x):
+        self.temperature = max(0.3, 0.9 * self.temperature)
+        return (super().forward(x) / self.temperature).tanh()
+
+
+class UsesCounts(Base):
+    """Layers that use what they count."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.seen = nn.Sequential(*(nn.Sequential(Alternates(), CoolsDown(4, 4)) for _ in range(3))), []
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        counted = [(alternates.calls, cools_down.temperature) for alternates, cools_down in self.layers]
+        self.seen.append([outputs["loss"].item(), counted])
+
+    def found(self):
+        return self.seen
+
+
 class Criterion(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1256,6 +1293,7 @@ CASES = {
     "objects": Objects,
     "modules": Modules,
     "layers": Layers,
+    "uses_counts": UsesCounts,
     "of_trainer": OfTrainer,
     "through_helpers": ThroughHelpers,
     "keeps_schedule": KeepsSchedule,

@@ -16,6 +16,7 @@ CASES = (
     "objects",
     "modules",
     "layers",
+    "uses_counts",
     "of_trainer",
     "through_helpers",
     "keeps_schedule",

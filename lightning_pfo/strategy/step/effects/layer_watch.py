@@ -1,7 +1,8 @@
 """Numbers that layers keep in attributes: they run on one rank only, once for each microbatch.
 
 Where the first batch, run by microbatches and in one piece, shows that a number grows by the sum of what it does in
-microbatches, or by their mean, it does so on all ranks, at the end of each batch. Other attributes are named.
+microbatches, or by their mean, it does so on all ranks, at the end of each batch. If by the mean, as a number of calls
+or a temperature that falls, each microbatch begins with what the batch began with. Other attributes are named.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class LayerWatch:
         self._begin: Numbers = {}
         self._grown: Numbers = {}
         self._shares: list[float] = []
+        self._rehearsed: tuple[Numbers, Numbers] | None = None
         self.means: dict[Place, bool] = {}
         self._looks = False
         self._changed: dict[Place, set[int]] = {}
@@ -68,19 +70,38 @@ class LayerWatch:
     @property
     def counts(self) -> bool:
         """Whether a batch is under way in which numbers of layers are shared, or changes of buffers counted."""
-        return self._looks or bool(self._shares)
+        return self._looks or bool(self._shares) or self._rehearsed is not None
 
-    def numbers(self) -> Numbers:
-        """All numbers of this rank's layers."""
+    @contextmanager
+    def rehearsal(self) -> Iterator[Numbers]:
+        """Each microbatch begins with what layers have now, while the context is open.
+
+        Yields:
+            By how much numbers of this rank's layers have grown in all microbatches that are over.
+        """
+        before, self._rehearsed = self._rehearsed, (self._numbers(), {})
+        try:
+            yield self._rehearsed[1]
+        finally:
+            self._rehearsed = before
+
+    def _numbers(self) -> Numbers:
         return {place: value for place, value in self._attributes().items() if type(value) in (int, float)}
 
-    def growth_since(self, before: Numbers) -> Numbers:
-        """By how much they have grown."""
-        grown = {
-            (name, key): value - before.get((name, key), _of_class(self._modules[name], key))
-            for (name, key), value in self.numbers().items()
-        }
-        return {place: number for place, number in grown.items() if number}
+    @contextmanager
+    def _rehearse(self, begin: Numbers, grown: Numbers) -> Iterator[None]:
+        for (name, key), value in self._numbers().items():
+            if (begun := begin.get((name, key))) is None:
+                del vars(self._modules[name])[key]
+            elif begun != value:
+                vars(self._modules[name])[key] = begun
+        try:
+            yield
+        finally:
+            for (name, key), value in self._numbers().items():
+                growth = value - begin.get((name, key), _of_class(self._modules[name], key))
+                if growth:
+                    grown[name, key] = grown.get((name, key), 0) + growth
 
     def learn(self, by_parts: Numbers, whole: Numbers, number: int) -> None:
         """Compare by how much numbers have grown by so many microbatches, and by these as one batch."""
@@ -103,6 +124,12 @@ class LayerWatch:
     @contextmanager
     def of_microbatch(self, index: int) -> Iterator[None]:
         """A stage of this rank runs the step on a microbatch, while layers count."""
+        if self._rehearsed is not None:
+            with self._rehearse(*self._rehearsed):
+                yield
+            return
+        for place in filter(self.means.get, self._shared):
+            setattr(self._shared[place], place[1], self._begin[place])
         before, buffers = self._now(), self._buffer_states() if self._looks else {}
         parameters = self._parameter_marks() if self._looks else {}
         sums = self._parameter_sums() if self._looks else {}
@@ -150,7 +177,8 @@ class LayerWatch:
             name, key = changed[0]
             warn_once(
                 f"A layer changes its attribute self.{name}.{key} in a step. Layers run on the rank of their stage "
-                f"only, and once for each microbatch. The step finds there the tensors that the layer has left for its "
+                f"only, and once for each microbatch, which finds what the one before has left there, as when "
+                f"gradients are accumulated. The step finds there the tensors that the layer has left for its "
                 f"microbatch; hooks find another value than on one device. For hooks let the layer return "
                 f"what is to be kept, and keep it in the step, in an attribute of the user's module."
             )

@@ -286,10 +286,15 @@ class Rehearsal:
             effects.draw_others(draw)
             said = self._runner.said_by_metrics(effects)
             computed: dict[str, torch.Tensor] = {}
-            problem, before = "", self._runner.layers.numbers()
+            problem = ""
             dtypes: set[torch.dtype] = set()
             try:
-                with types_noted(dtypes), self.precise(), step_forward_only():
+                with (
+                    types_noted(dtypes),
+                    self.precise(),
+                    step_forward_only(),
+                    self._runner.layers.rehearsal() as self.grown,
+                ):
                     programs = self._runner.run(
                         "compare" if is_training else first.kind,
                         partial(first.of_part, parts),
@@ -305,7 +310,6 @@ class Rehearsal:
             except Exception as failed:
                 error = self._runner.programs.explained(failed)
                 problem = f"{type(error).__name__}: {error}"
-            self.grown = self._runner.layers.growth_since(before)
             everyone = self._engine.all_gather((problem, dtypes), everywhere=self.everywhere)
             self._dtypes.update(*(found for _, found in everyone))  # layers of other ranks may be in a narrower type
             problems = [found for found, _ in everyone if found]
