@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,18 @@ def _sum_gradients(
         gradients[parameter] = from_local(total.view(part.shape), parameter)
 
 
+class _How(NamedTuple):
+    """With whom and by what a tensor is reduced, and whether its mean is wanted."""
+
+    group: dist.ProcessGroup
+    operation: Any
+    is_mean: bool
+
+
+_together: list[tuple[torch.Tensor, _How]] | None = None
+"""What is to be reduced at the end of `reduced_together`."""
+
+
 def reduce_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, how: Any) -> torch.Tensor:
     """Reduce a tensor over processes, as Lightning does but without a barrier first: hosts do not wait for devices.
 
@@ -112,7 +125,37 @@ def reduce_in_place(tensor: torch.Tensor, group: dist.ProcessGroup, how: Any) ->
     """
     name = how.lower() if isinstance(how, str) else ""
     is_mean = name in ("mean", "avg")  # which gloo has not
-    dist.all_reduce(tensor, dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, name.upper(), how), group=group)
-    if is_mean:
-        tensor.copy_(tensor / dist.get_world_size(group))
+    wanted = _How(group, dist.ReduceOp.SUM if is_mean else getattr(dist.ReduceOp, name.upper(), how), is_mean)
+    if _together is None:
+        _reduce([tensor], wanted)
+    else:
+        _together.append((tensor, wanted))
     return tensor
+
+
+@contextmanager
+def reduced_together() -> Iterator[None]:
+    """Let `reduce_in_place` wait for the end of the context, where tensors that are alike are reduced as one."""
+    global _together
+    before, _together = _together, []
+    try:
+        yield
+        waiting = _together
+    finally:
+        _together = before
+    alike: dict[tuple[torch.dtype, torch.device, _How], list[torch.Tensor]] = {}
+    for tensor, how in waiting:
+        alike.setdefault((tensor.dtype, tensor.device, how), []).append(tensor)
+    for (_, _, how), tensors in alike.items():
+        _reduce(tensors, how)
+
+
+def _reduce(tensors: Sequence[torch.Tensor], how: _How) -> None:
+    flat = tensors[0] if len(tensors) == 1 else torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, how.operation, group=how.group)
+    if how.is_mean:
+        flat.copy_(flat / dist.get_world_size(how.group))
+    if len(tensors) > 1:
+        pieces = torch.split(flat, [tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            tensor.copy_(piece.view_as(tensor))

@@ -26,7 +26,7 @@ from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.groups import Shared, spread
-from lightning_pfo.strategy.parallel.reductions import Gradients
+from lightning_pfo.strategy.parallel.reductions import Gradients, reduced_together
 from lightning_pfo.strategy.step.batches.batching import DEFAULT_BATCHING, Batching, ShortBatches
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.by_units.endings import meet_at_end
@@ -432,13 +432,14 @@ class StepRunner:
         logged = outcome["logged"]
         if train and self._means is not None:
             logged = logged_by_any(logged, self.engine.device, self._means.hosts)
-        for name, place, has_value, arguments, number in logged:
-            value: Any = number if place is None and not number.is_floating_point() else number.to(type_of_logged())
-            if place is not None:
-                metric = metric_at(self.owner, place)
-                set_batch_value(metric, value if has_value else None)
-                value = metric
-            # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a batch
-            # that is evaluated are a replica's, unless the user says otherwise, as others may have none
-            with nullcontext() if train or arguments.get("sync_dist") else without_replicas():
-                self.owner.log(name, value, **{**arguments, "sync_dist": True})  # type: ignore[operator]
+        with reduced_together():  # after each other hosts would wait once for each name
+            for name, place, has_value, arguments, number in logged:
+                value: Any = number if place is None and not number.is_floating_point() else number.to(type_of_logged())
+                if place is not None:
+                    metric = metric_at(self.owner, place)
+                    set_batch_value(metric, value if has_value else None)
+                    value = metric
+                # all pipeline ranks log the same value, so there is nothing to synchronise between them; values of a
+                # batch that is evaluated are a replica's, unless the user says otherwise, as others may have none
+                with nullcontext() if train or arguments.get("sync_dist") else without_replicas():
+                    self.owner.log(name, value, **{**arguments, "sync_dist": True})  # type: ignore[operator]
