@@ -49,6 +49,7 @@ EQUAL = [
     "asks_parameters",
     "gives_back_weights",
     "takes_a_batch_only",
+    "layers_that_limit_weights",
     "variables_of_context_and_thread",
     "switches",
     "calls_functions",

@@ -435,3 +435,30 @@ class AddedUp(Module):
 @case("own")
 def variables_of_context_and_thread() -> Any:
     return AddedUp(), vectors()
+
+
+class LimitsWeights(nn.Module):
+    """Limits weights in its forward, in ways of Gemma3n and of EEGNet's constraints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.first.weight.data.clamp_(-0.2, 0.2)
+        self.second.weight.data = torch.renorm(self.second.weight.data, p=2, dim=0, maxnorm=0.5)
+        return x + self.second(self.first(x).tanh())
+
+
+@case("own")
+def layers_that_limit_weights() -> Any:
+    class Limited(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(LimitsWeights() for _ in range(4)))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return functional.mse_loss(self.layers(batch[0]), batch[1])
+
+    return Limited(), vectors()

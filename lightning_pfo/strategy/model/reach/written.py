@@ -14,10 +14,11 @@ from lightning_pfo.strategy.compat.patches import Patches
 from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, version_of
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import WrittenError
+from lightning_pfo.strategy.model.variables import users_module
 
 _DATA: Any = torch.Tensor.data
-_given: list[tuple[nn.Parameter, torch.Tensor, str, int]] | None = None
-"""What `parameter.data` has given while a step runs, to which file and line: it counts versions of its own."""
+_given: list[tuple[nn.Parameter, torch.Tensor, str, int, nn.Module | None]] | None = None
+"""What `parameter.data` has given while a step runs, to which file, line and module: it counts versions of its own."""
 
 
 def watch_data(patches: Patches) -> None:
@@ -34,7 +35,7 @@ def _data_of(parameter: nn.Parameter) -> torch.Tensor:
     data: torch.Tensor = _DATA.__get__(parameter)
     if _given is not None:
         asking: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-        _given.append((parameter, data, asking.f_code.co_filename, asking.f_lineno))
+        _given.append((parameter, data, asking.f_code.co_filename, asking.f_lineno, users_module()))
     return data
 
 
@@ -50,6 +51,7 @@ class WrittenWeights:
         self._parameters = [each for each in parameters if type(each) is nn.Parameter and not each.is_meta]
         self._before = self._now()
         self._places: dict[int, str] = {}
+        self._writers: dict[int, set[nn.Module | None]] = {}
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -60,9 +62,10 @@ class WrittenWeights:
             yield
         finally:
             given, _given = _given, outer
-            for parameter, data, file, line in given:
+            for parameter, data, file, line, module in given:
                 if version_of(data):
                     self._places.setdefault(id(parameter), f"{file}, line {line}")
+                    self._writers.setdefault(id(parameter), set()).add(module)
 
     def found(self) -> list[nn.Parameter]:
         """Those parameters."""
@@ -80,7 +83,8 @@ class WrittenWeights:
             programs: What the step was known to do.
         """
         found = self.found()
-        known = _known(owner, programs) if found else set()
+        known, parts = _known(owner, programs) if found else (set(), set())
+        known |= {written for written, modules in self._writers.items() if modules <= parts}
         unknown = [each for each in found if id(each) not in known]
         if not unknown:
             return None
@@ -99,11 +103,18 @@ class WrittenWeights:
             return [(version_of(each), each.data_ptr()) for each in self._parameters]
 
 
-def _known(owner: nn.Module, programs: Iterable[StageProgram]) -> set[int]:
-    """The parameters that a step is known to change, by itself or in a layer."""
-    names, layers = set[str](), set[nn.Module]()
+def _known(owner: nn.Module, programs: Iterable[StageProgram]) -> tuple[set[int], set[nn.Module | None]]:
+    """The parameters that a step is known to change, by itself or in a layer; and parts of layers: they may change any.
+
+    What these write through `data` no trace shows: it is of each microbatch, and a warning names it.
+    """
+    names, layers, parts = set[str](), set[nn.Module](), set[nn.Module | None]()
     for program in programs:
         names.update(program.changes)
-        layers.update(unit.module for event in program.events if event.changes_weights for unit in event.units)
+        for event in program.events:
+            for unit in event.units:
+                parts.update(unit.module.modules())
+                if event.changes_weights:
+                    layers.add(unit.module)
     by_step = {id(each) for name, each in owner.named_parameters(remove_duplicate=False) if name in names}
-    return by_step | {id(each) for layer in layers for each in layer.parameters()}
+    return by_step | {id(each) for layer in layers for each in layer.parameters()}, parts

@@ -24,7 +24,8 @@ _CHANGED_IN_PLACE = "modified by an inplace operation"
 _BETWEEN = (
     "The backward of a microbatch needs what has been changed in place since its forward. On a pipeline other "
     "microbatches run forward between the two: if the step changes a buffer that its loss is computed with, compute "
-    "with a copy of it (loss / self.scale.clone()). Torch says:"
+    "with a copy of it (loss / self.scale.clone()); if a layer writes into its weights (weight.copy_(...)), let it do "
+    "so through their data (weight.data.copy_(...)), or do it in on_train_batch_start. Torch says:"
 )
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
 from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.compat.patches import all_of
-from lightning_pfo.strategy.compat.tensors import form_without_values, version_of
+from lightning_pfo.strategy.compat.tensors import change_mark, form_without_values, version_of
 from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
 from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
@@ -239,13 +239,13 @@ def _call(
     bare.given = nn.ModuleList(leaf for leaf in leaves if isinstance(leaf, nn.Module))
     tensors = _held_tensors(bare, device, make, convert_held)
     with Kept(module) as kept, mode:
-        state = {name: version_of(tensor) for name, tensor in tensors.items()}
+        state = {name: change_mark(tensor) for name, tensor in tensors.items()}
         args, kwargs = tree_unflatten(inputs, structure)
         ways_in = {i: get_gradient_edge(leaf).node for i, leaf in enumerate(inputs) if _needs_gradients(leaf)}
         saved = Saved(tensors.values())
         with saved if counts else nullcontext():
             result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
-    rewritten = {name for name, version in state.items() if version_of(tensors[name]) != version}
+    rewritten = {name for name, mark in state.items() if change_mark(tensors[name]) != mark}
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))
     returns = next((i for i, v in enumerate([*args, *kwargs.values()]) if rewrites and v is result), -1)
