@@ -1,9 +1,11 @@
 """Which values have sizes that their sender has to tell; others cost no message."""
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from tests.strategy.model.stages import Stages
+from tests.strategy.model.stages import Followed, Holder, Stages
 from tests.strategy.model.tracing.cases import CASES, Block, Case
 
 
@@ -55,3 +57,21 @@ def test_a_size_that_nobody_has_told_of_is_refused():
             stages.run()
     finally:
         stages.close()
+
+
+def test_a_walk_over_different_values_is_short_in_a_trace():
+    times = []
+
+    def step(owner):
+        times.append(0)
+        x = owner.model(torch.ones(64, 16))
+        loss = x.square().mean()
+        for label in (x > 0).long().unique():
+            times[-1] += 1
+            loss = loss + (x * (x.detach() == label)).mean()
+        return loss
+
+    followed = Followed(Holder(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))), step, 2)
+    assert followed.trace().failure is None
+    assert 2 <= max(times) <= 16
+    followed.close()

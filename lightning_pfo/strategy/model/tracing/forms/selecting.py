@@ -104,10 +104,12 @@ def _masks_filled(args: tuple[Any, ...], fewer: bool) -> tuple[Any, ...]:
 
 
 def _first_different(args: tuple[Any, ...], fewer: bool) -> tuple[Any, ...]:
-    numbers = torch.arange(args[0].numel(), device=args[0].device) * (not fewer)
+    numbers = torch.arange(args[0].numel(), device=args[0].device).clamp(max=0 if fewer else _MOST_DIFFERENT - 1)
     return numbers.view(args[0].shape).to(args[0].dtype), *args[1:]
 
 
+_MOST_DIFFERENT = 16
+"""So many different values stand for all: a step may walk over them (`for label in labels.unique()`)."""
 _aten = torch.ops.aten
 _FILLED: Mapping[Any, Callable[[tuple[Any, ...], bool], tuple[Any, ...]]] = {
     packet: fill
