@@ -13,7 +13,6 @@ from torch._functorch import apis, eager_transforms
 
 from lightning_pfo.strategy.compat.patches import Patches
 
-SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch._C._current_graph_task_id": (
         "A collective call in the backward of a user's function would wait for ranks that do not make it. Nothing "

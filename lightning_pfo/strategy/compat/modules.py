@@ -16,7 +16,6 @@ __all__ = [
     "IncompatibleKeys",
 ]
 
-SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch.nn.Module._forward_hooks": (
         "Hooks on parts of a layer would see nothing on other ranks, as where models of transformers collect "

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from lightning_pfo.strategy.compat.patches import Patches
 
-SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": "Hooks would hear of steps of copies of optimizers.",
     "torch.optim.optimizer._global_optimizer_post_hooks": "Hooks would hear of steps of copies of optimizers.",

@@ -21,7 +21,6 @@ __all__ = [
     "abort_process_group",
 ]
 
-SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch.distributed.distributed_c10d._abort_process_group": (
         "Where a rank has died, the others would wait for their transfers until the timeout."

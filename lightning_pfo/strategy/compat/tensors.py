@@ -29,7 +29,6 @@ __all__ = [
     "tree_unflatten",
 ]
 
-SEEN_IN = "torch 2.6 to 2.15"
 PRIVATE = {
     "torch.utils._pytree": (
         "Batches, outputs and arguments of any form could not be taken apart and put together; torch has no public "
