@@ -28,7 +28,7 @@ def of_ranks(folder, num_ranks):
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def run_script(script, *arguments, timeout_s=240, expect_success=True, fresh=False, **environment):
+def run_script(script, *arguments, timeout_s=500, expect_success=True, fresh=False, **environment):
     """Run a Python script; returns the completed process with its output (stdout and stderr together)."""
     process = start_script(script, *arguments, fresh=fresh, **environment)
     try:

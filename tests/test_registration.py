@@ -57,7 +57,7 @@ def outputs(tmp_path_factory):
     """Of the programs that import us first and Lightning first, what they wrote to stdout and to stderr."""
     folder = tmp_path_factory.mktemp("registration")
     (script := folder / "forks.py").write_text(FORKS)
-    run_script(script, folder, US_FIRST + USE, LIGHTNING_FIRST + USE, timeout_s=120)
+    run_script(script, folder, US_FIRST + USE, LIGHTNING_FIRST + USE)
     return [[(folder / f"{number}.{stream}").read_text() for stream in (1, 2)] for number in range(2)]
 
 

@@ -163,7 +163,7 @@ def run(tmp_path):
     script.write_text(SCRIPT)
 
     def run_with(*arguments, environment=None):
-        return run_script(script, *arguments, expect_success=False, timeout_s=60, **(environment or {}))
+        return run_script(script, *arguments, expect_success=False, **(environment or {}))
 
     return run_with
 
@@ -338,7 +338,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_line(example, tmp_path):
     (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     script = ROOT / "examples" / example / "train.py"
-    result = run_script(script, expect_success=False, fresh=True, timeout_s=60, **environment)
+    result = run_script(script, expect_success=False, fresh=True, **environment)
     assert (result.returncode, result.stdout) == (-signal.SIGINT, "Interrupted.\n")
 
 

@@ -81,7 +81,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
 
     def run_with(script, *arguments, **options):
-        return run_script(tmp_path / script, *arguments, timeout_s=60, **options)
+        return run_script(tmp_path / script, *arguments, **options)
 
     return run_with
 

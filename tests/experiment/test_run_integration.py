@@ -34,7 +34,7 @@ QUICK = ("trainer=quick", "profiler=quick", "trainer.progress_bar=false")
 
 def run_example(name, output_dir, *overrides, **options):
     script = ROOT / "examples" / name / "train.py"
-    return run_script(script, *QUICK, f"output_dir={output_dir}", *overrides, timeout_s=120, **options)
+    return run_script(script, *QUICK, f"output_dir={output_dir}", *overrides, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lightning_pfo.loops.accelerate import check_processes
 from tests.comparing import check
 from tests.launch import run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "scripts" / "users.py"
 RANKS = ("pipeline_0", "pipeline_1")
@@ -23,7 +23,7 @@ NEED_TWO = {"batch_sizes_that_fit_one_rank", "averages_and_a_teacher"}
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("users")
-    run_script(SCRIPT, folder, timeout_s=500)
+    run_script(SCRIPT, folder)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 

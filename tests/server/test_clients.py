@@ -31,16 +31,16 @@ def test_both_clients_train_under_the_plan_of_one_server(fake_driver, frontier, 
     assert len({mhz for row in plan.clocks_mhz for mhz in row}) > 1
     with running_server(f"frontier={frontier_dir}", "select=1.1x", "port=0", f"state={tmp_path}/state") as server:
         environment = environment_of(fake_driver)
-        run_script(SCRIPT, server.url, "zeus", 3, tmp_path / "zeus", timeout_s=120, **environment)
+        run_script(SCRIPT, server.url, "zeus", 3, tmp_path / "zeus", **environment)
         for rank, row in enumerate(plan.clocks_mhz):
             # Zeus's controller begins at the top and resets at the end; it sets every clock in order
             assert without_repeats([1410, *row, *row, *row]) == clocks_of(fake_driver, rank)[:-1]
             assert clocks_of(fake_driver, rank)[-1] is None
         fake_driver.log_path.unlink()
-        output = run_script(SCRIPT, server.url, "ours", 4, tmp_path / "ours", timeout_s=120, **environment).stdout
+        output = run_script(SCRIPT, server.url, "ours", 4, tmp_path / "ours", **environment).stdout
         status, jobs = server.ask("GET", "/jobs")
         arguments = ("--server", server.url, "--microbatches", 3, "--steps", 4)
-        told = run_with_torchrun(EXAMPLE, *arguments, timeout_s=120, **environment).stdout
+        told = run_with_torchrun(EXAMPLE, *arguments, **environment).stdout
     assert "step 3: loss" in told
     assert "the loop runs" not in told  # torch's 1F1B is ours
     assert "The plan has backward as instruction 2 of a step, the loop runs forward" in output  # the evaluation
@@ -61,9 +61,7 @@ def test_a_job_is_scanned_planned_verified_and_held_while_it_trains(fake_driver,
     (tmp_path / "enough").touch()
     settings = ("online=true", "num_microbatches=3", "clock_step_mhz=500", "effort=fast", "num_plans=4")
     with running_server(*settings, "verify_pairs=1", "port=0", f"state={tmp_path}/state.sqlite") as server:
-        output = run_script(
-            SCRIPT, server.url, "ours", 4000, tmp_path / "ours", timeout_s=120, **environment_of(fake_driver)
-        ).stdout
+        output = run_script(SCRIPT, server.url, "ours", 4000, tmp_path / "ours", **environment_of(fake_driver)).stdout
         _, (job,) = server.ask("GET", "/jobs")
     assert "Traceback" not in output
     assert job["plan"]["purpose"] == "plan"

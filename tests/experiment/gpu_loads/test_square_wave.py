@@ -69,7 +69,7 @@ def test_counters_of_the_fake_driver_are_read_rightly_and_few_ticks_do_once_they
     environment = fake_driver.environment(num_gpus=1)
     names = [name for name in environment if name.startswith(("FAKE_", "LD_", "LIGHTNING_"))]
     settings = {name: environment[name] for name in names} | {"XDG_CACHE_HOME": str(tmp_path)}
-    printed = run_script(PROJECT / "tests" / "device" / "driven_gpu.py", *counters, timeout_s=120, **settings).stdout
+    printed = run_script(PROJECT / "tests" / "device" / "driven_gpu.py", *counters, **settings).stdout
     outcomes = [json.loads(line) for line in printed.splitlines()]
     for words, found in zip(counters.values(), outcomes, strict=True):
         assert found["look"].startswith(words)

@@ -18,7 +18,7 @@ CHECKS = [
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    return run_script(SCRIPT, tmp_path_factory.mktemp("oracle"), timeout_s=280).stdout.splitlines()
+    return run_script(SCRIPT, tmp_path_factory.mktemp("oracle")).stdout.splitlines()
 
 
 @pytest.mark.parametrize("what", CHECKS)

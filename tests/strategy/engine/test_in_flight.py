@@ -21,7 +21,7 @@ RANKS = range(4)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("in_flight")
-    run_script(Path(__file__).parents[1] / "scripts" / "in_flight.py", folder, timeout_s=300)
+    run_script(Path(__file__).parents[1] / "scripts" / "in_flight.py", folder)
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in RANKS]
 
 

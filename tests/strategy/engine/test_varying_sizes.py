@@ -29,7 +29,7 @@ def single(tmp_path_factory):
 def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     schedules = {name: of_name for (name, number), of_name in SCHEDULES.items() if number == request.param}
-    run_script(SCRIPT, folder, request.param, json.dumps(schedules), timeout_s=280)
+    run_script(SCRIPT, folder, request.param, json.dumps(schedules))
     return of_ranks(folder, request.param)
 
 

@@ -61,7 +61,7 @@ DEVICES = 3
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("huggingface")
-    output = run_script(SCRIPT, folder, timeout_s=280).stdout
+    output = run_script(SCRIPT, folder).stdout
     single = json.loads((folder / "rank_0_of_1.json").read_text())
     ranks = [json.loads((folder / f"rank_{rank}_of_{DEVICES}.json").read_text()) for rank in range(DEVICES)]
     return single, ranks, output

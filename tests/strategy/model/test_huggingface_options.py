@@ -25,7 +25,7 @@ HALF = {"bf16_mixed": 2e-3, "bf16_true": 1e-2}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("huggingface_options")
-    run_script(SCRIPT, folder, timeout_s=280)
+    run_script(SCRIPT, folder)
     return folder
 
 

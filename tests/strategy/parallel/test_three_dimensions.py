@@ -16,7 +16,7 @@ from lightning_pfo.strategy.parallel.fsdp import ShardedLayers, Sharding, check_
 from tests.comparing import check
 from tests.launch import run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "scripts" / "three_dimensions.py"
 RANKS = {"tensor": range(8), "sharded": range(8), "sharded_zero_bubble": range(4)}
 
@@ -24,7 +24,7 @@ RANKS = {"tensor": range(8), "sharded": range(8), "sharded_zero_bubble": range(4
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("three_dimensions")
-    run_script(SCRIPT, folder, timeout_s=550)
+    run_script(SCRIPT, folder)
     return folder
 
 

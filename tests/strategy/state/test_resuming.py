@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "resuming.py"
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resuming")
-    run_script(SCRIPT, folder, timeout_s=300)
+    run_script(SCRIPT, folder)
     return json.loads((folder / "results.json").read_text())
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "labels.py"
 OTHER = "on one device, but a pipeline trains on"
 
 
 def run_on(num_ranks, folder):
-    run_script(SCRIPT, folder, num_ranks, timeout_s=500)
+    run_script(SCRIPT, folder, num_ranks)
     return of_ranks(folder, num_ranks)
 
 

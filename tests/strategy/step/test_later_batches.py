@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch import of_ranks, run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 ALIKE = (
     "Use it in the same way in training from the first batch on (in a loop of your own in that of example_batch=), if "
@@ -19,7 +19,7 @@ ALIKE = (
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("later_batches")
-    output = run_script(Path(__file__).parents[1] / "scripts" / "later_batches.py", folder, timeout_s=500).stdout
+    output = run_script(Path(__file__).parents[1] / "scripts" / "later_batches.py", folder).stdout
     return json.loads((folder / "one_device.json").read_text()), of_ranks(folder, 4), output
 
 

@@ -11,5 +11,5 @@ RANKS = ("one_0", "two_0", "two_1")
 
 def run_promises(folder, which):
     """What each rank has seen of the `first` or of the `further` promises."""
-    run_script(SCRIPT, folder, which, timeout_s=500)
+    run_script(SCRIPT, folder, which)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("plain_0", *RANKS)}

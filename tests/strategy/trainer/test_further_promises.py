@@ -7,7 +7,7 @@ import pytest
 from tests.comparing import check
 from tests.strategy.trainer.promises import RANKS, run_promises
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

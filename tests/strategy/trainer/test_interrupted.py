@@ -90,7 +90,7 @@ def test_ranks_validate_together_though_their_clocks_differ(found):
 )
 def test_a_rank_that_ends_while_others_are_in_a_step_does_not_wait_for_them_to_save(tmp_path, case, first, other):
     script = SCRIPT.with_name("ending_alone.py")
-    told = run_script(script, tmp_path, case, expect_success=False, timeout_s=120, fresh=True)
+    told = run_script(script, tmp_path, case, expect_success=False, fresh=True)
     assert told.returncode != 0
     assert (tmp_path / "rank_1.txt").read_text() == first
     assert "RankDiedError" in (found := (tmp_path / "rank_0.txt").read_text())
@@ -103,7 +103,7 @@ def test_a_rank_that_ends_while_others_are_in_a_step_does_not_wait_for_them_to_s
 @pytest.mark.slow
 def test_a_rank_whose_script_catches_what_it_alone_has_raised_lets_the_others_not_wait(tmp_path):
     script = SCRIPT.with_name("ending_alone.py")
-    told = run_script(script, tmp_path, "caught", expect_success=False, timeout_s=120, fresh=True)
+    told = run_script(script, tmp_path, "caught", expect_success=False, fresh=True)
     assert "Rank 0 is ended, because rank 1" in told.stdout
     assert "failed with ValueError: of this rank" in told.stdout
     first, _, second = (tmp_path / "rank_1.txt").read_text().partition("RankDiedError: ")

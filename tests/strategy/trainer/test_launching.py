@@ -29,7 +29,7 @@ def read(folder, name):
 def forked(tmp_path_factory):
     """The folder, and what was printed by each part."""
     folder = tmp_path_factory.mktemp("forked")
-    output = run_script(SCRIPT, "forks", folder, free_port(), timeout_s=400).stdout
+    output = run_script(SCRIPT, "forks", folder, free_port()).stdout
     parts = re.split(r"^== (.*)$", output, flags=re.MULTILINE)
     return folder, dict(zip(parts[1::2], parts[2::2], strict=True)) | {"slurm": parts[0]}
 

@@ -10,8 +10,6 @@ from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.launch import of_ranks, run_script
 from tests.thorough import mostly
 
-pytestmark = pytest.mark.timeout(600)
-
 SCRIPT = Path(__file__).parents[1] / "scripts" / "manual.py"
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 FIRST = {1: ["Module, 1f1b", "Gan, 1f1b"], 2: ["Module, 1f1b", "Gan, 1f1b", "LogsAfterwards, 1f1b"]}
@@ -76,7 +74,7 @@ def runs(tmp_path_factory):
     def run(number, first):
         folder = tmp_path_factory.mktemp(f"manual_{number}")
         cases = FIRST[number] if first else [*FURTHER[number], *OTHERS[number]]
-        output = run_script(SCRIPT, folder, number, *cases, timeout_s=500).stdout
+        output = run_script(SCRIPT, folder, number, *cases).stdout
         return [{**seen, "output": output} for seen in of_ranks(folder, number)]
 
     return lambda number, first=False: run(number, first)

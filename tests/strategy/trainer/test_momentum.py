@@ -118,9 +118,7 @@ def test_writing_that_the_first_batch_has_not_shown_is_refused_with_its_line(tra
 
 def test_a_rank_that_raises_alone_among_whole_parameters_is_named_by_the_others(tmp_path):
     script = SCRIPT.with_name("alone_in_whole.py")
-    run_script(
-        script, tmp_path, timeout_s=60, expect_success=False
-    )  # the watch would end a rank that waits without a word
+    run_script(script, tmp_path, expect_success=False)  # the watch would end a rank that waits without a word
     told, raised = of_ranks(tmp_path, 2)
     assert raised == ["ValueError", "a mistake of one rank", True]  # and it has its own parameters again
     assert told[0] == "RankDiedError"

@@ -49,7 +49,7 @@ HAS_COMPILER = shutil.which("g++") or shutil.which("clang++")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("options")
-    run_script(SCRIPT, folder, *TOLERANCE, *(["compiled"] if HAS_COMPILER else []), timeout_s=280)
+    run_script(SCRIPT, folder, *TOLERANCE, *(["compiled"] if HAS_COMPILER else []))
     return folder
 
 

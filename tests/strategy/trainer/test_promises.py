@@ -7,8 +7,6 @@ import pytest
 from tests.comparing import check
 from tests.strategy.trainer.promises import RANKS, run_promises
 
-pytestmark = pytest.mark.timeout(600)  # 60 s on an idle machine
-
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):

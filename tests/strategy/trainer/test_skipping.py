@@ -24,7 +24,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipping")
     script = Path(__file__).parents[1] / "scripts" / "skipping.py"
     options = json.dumps({**OPTIONS_OF, "NoBatches": ["1f1b"]})
-    run_script(script, folder, options, timeout_s=200, expect_success=False)  # its last case ends a rank
+    run_script(script, folder, options, expect_success=False)  # its last case ends a rank
     return of_ranks(folder, 2)
 
 

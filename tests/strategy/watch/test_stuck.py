@@ -18,7 +18,7 @@ from tests.launch import run_script
 def test_who_is_asked_to_end_and_waits_for_others_ends(tmp_path, waiting, breaking_off, status):
     script = tmp_path / "script.py"
     script.write_text(STUCK.replace("WAITING", waiting).replace("BREAKING_OFF", breaking_off))
-    ended = run_script(script, expect_success=False, timeout_s=50)
+    ended = run_script(script, expect_success=False)
     assert ended.returncode == status, ended.stdout
     assert ("it is in <module>" in ended.stdout) == (status in (5, 143))
 
@@ -70,7 +70,7 @@ def test_who_is_asked_to_end_is_given_less_than_five_seconds():
 
 def test_a_rank_that_hangs_in_a_collective_obeys_sigterm_and_says_where(tmp_path):
     (script := tmp_path / "script.py").write_text(HANGING)
-    said = run_script(script, tmp_path, timeout_s=90).stdout
+    said = run_script(script, tmp_path).stdout
     assert "SIGTERM ends this process while it waits for others" in said
     assert "it is in spread, called in " in said
     assert "processes.py" in said

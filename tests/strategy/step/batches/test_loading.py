@@ -16,7 +16,7 @@ CASES = ("shuffled, augmented", "stream", "workers", "resumed")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loading")
-    run_script(Path(__file__).parents[2] / "scripts" / "loading.py", folder, timeout_s=300)
+    run_script(Path(__file__).parents[2] / "scripts" / "loading.py", folder)
     return of_ranks(folder, 3)
 
 
