@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -366,7 +367,7 @@ class StepRunner:
         newcomers = self._newcomers.without_gradients(effects.flags.parameters) if train else []
         outcome: dict[str, Any] = {}
         units: Counts = ()
-        stages.layers.begin(microbatches.sizes, looks=train)
+        stages.layers.begin(microbatches.sizes, looks=train, learns=self._first_looks.learns_numbers)
 
         def merged() -> dict[str, Any]:
             run = StepRun(effects, recorder, results, train, self.batching.batch_dim)
@@ -399,7 +400,7 @@ class StepRunner:
             shared = exchange.share(outcome, error)
         finally:
             is_news = self._any_replica(shared.get("news", False))
-        stages.layers.end(engine.all_gather)
+        stages.layers.end(engine.all_gather, partial(self._first_looks.learn_numbers, of))
         if is_news:
             before = stages.rules.labels(of.source)
             self._first_looks.look_at_news(of)

@@ -241,15 +241,37 @@ class CoolsDown(nn.Linear):
         return (super().forward(x) / self.temperature).tanh()
 
 
+class WarmsUp(nn.Linear):
+    """Counts in training only, and uses it; has a number that is none before the first call."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.steps, self.samples, self.noise, self.scale = 0, 0, 1.0, None
+
+    def forward(self, x):
+        self.scale = self.scale or x.shape[-1] ** 0.5
+        factor = self.noise
+        if self.training:
+            self.steps += 1
+            self.samples += len(x)
+            self.noise *= 0.9
+            factor = factor * min(1.0, self.steps / 4)
+        return super().forward(x) * factor * self.scale
+
+
 class UsesCounts(Base):
     """Layers that use what they count."""
 
     def __init__(self):
         super().__init__()
-        self.layers, self.seen = nn.Sequential(*(nn.Sequential(Alternates(), CoolsDown(4, 4)) for _ in range(3))), []
+        parts = (nn.Sequential(Alternates(), CoolsDown(4, 4), WarmsUp(4)) for _ in range(3))
+        self.layers, self.seen = nn.Sequential(*parts), []
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        counted = [(alternates.calls, cools_down.temperature) for alternates, cools_down in self.layers]
+        counted = [
+            (alternates.calls, cools_down.temperature, warms_up.steps, warms_up.samples, warms_up.noise)
+            for alternates, cools_down, warms_up in self.layers
+        ]
         self.seen.append([outputs["loss"].item(), counted])
 
     def found(self):

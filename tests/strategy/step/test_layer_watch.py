@@ -99,3 +99,19 @@ def test_what_optimizers_write_between_batches_and_values_that_are_no_numbers_na
         root.layer.scale.data.add_(1)
         watch.look()
     assert not said
+
+
+def test_what_no_rule_gives_of_the_first_batch_is_what_all_microbatches_say_or_their_sum(said):
+    root = Root()
+    root.layer.size, root.layer.total, root.layer.late = 0, 1, None
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch.begin((2, 2), looks=True, learns=True)
+    for index in range(2):
+        with watch.of_microbatch(index):
+            assert (root.layer.size, root.layer.total, root.layer.late) == (0, 1, None)
+            root.layer.size, root.layer.total, root.layer.late = 4, 2 + index, 5
+            root.layer.new = getattr(root.layer, "new", 0) + 1 + index
+    asked = []
+    watch.end(lambda value: pytest.fail("nothing is shared"), asked.append)
+    assert asked == [{"layer"}]
+    assert (root.layer.size, root.layer.total, root.layer.late, root.layer.new) == (4, 4, 5, 3)

@@ -1,14 +1,15 @@
 """Numbers that layers keep in attributes: they run on one rank only, once for each microbatch.
 
 Where the first batch, run by microbatches and in one piece, shows that a number grows by the sum of what it does in
-microbatches, or by their mean, it does so on all ranks, at the end of each batch. If by the mean, as a number of calls
-or a temperature that falls, each microbatch begins with what the batch began with. Other attributes are named.
+microbatches, or by their mean, it does so on all ranks, at the end of each batch, and each microbatch begins with what
+the batch began with. Layers are in evaluation mode there: what grows in training only is found, and looked at so, where
+the first batch has been trained on. Other attributes are named.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,10 +57,11 @@ class LayerWatch:
         self._before: dict[Place, Any] = {}
         self._batches = 0
         self._shared: dict[Place, nn.Module] = {}
-        self._begin: Numbers = {}
-        self._grown: Numbers = {}
+        self._begin: dict[Place, Any] = {}
+        self._grown: defaultdict[Place, list[tuple[int, float]]] = defaultdict(list)
         self._shares: list[float] = []
-        self._rehearsed: tuple[Numbers, Numbers] | None = None
+        self._is_first = False
+        self._rehearsed: tuple[dict[Place, Any], Numbers] | None = None
         self.means: dict[Place, bool] = {}
         self._looks = False
         self._changed: dict[Place, set[int]] = {}
@@ -79,29 +81,39 @@ class LayerWatch:
         Yields:
             By how much numbers of this rank's layers have grown in all microbatches that are over.
         """
-        before, self._rehearsed = self._rehearsed, (self._numbers(), {})
+        before, self._rehearsed = self._rehearsed, (self._attributes(), {})
         try:
             yield self._rehearsed[1]
         finally:
             self._rehearsed = before
 
-    def _numbers(self) -> Numbers:
-        return {place: value for place, value in self._attributes().items() if type(value) in (int, float)}
-
     @contextmanager
-    def _rehearse(self, begin: Numbers, grown: Numbers) -> Iterator[None]:
-        for (name, key), value in self._numbers().items():
-            if (begun := begin.get((name, key))) is None:
+    def _from(
+        self,
+        begin: Mapping[Place, Any],
+        places: Callable[[], Iterable[Place]],
+        note: Callable[[Place, float], object],
+    ) -> Iterator[None]:
+        """Numbers of some places of this rank are what they were at the begin; by how much they grow is noted."""
+        for name, key in places():
+            if (name, key) in begin:
+                vars(self._modules[name])[key] = begin[name, key]
+            else:
                 del vars(self._modules[name])[key]
-            elif begun != value:
-                vars(self._modules[name])[key] = begun
         try:
             yield
-        finally:
-            for (name, key), value in self._numbers().items():
-                growth = value - begin.get((name, key), _of_class(self._modules[name], key))
-                if growth:
-                    grown[name, key] = grown.get((name, key), 0) + growth
+        finally:  # an exception ends a stage
+            for name, key in places():
+                default = _of_class(self._modules[name], key)
+                begun, value = begin.get((name, key), default), vars(self._modules[name]).get(key, default)
+                if _is_number(begun) and _is_number(value) and value != begun:
+                    note((name, key), value - begun)
+
+    def _numbers(self) -> list[Place]:
+        return [place for place, value in self._attributes().items() if _is_number(value)]
+
+    def _shared_here(self) -> list[Place]:
+        return [place for place in self._shared if place[0] in self._modules]
 
     def learn(self, by_parts: Numbers, whole: Numbers, number: int) -> None:
         """Compare by how much numbers have grown by so many microbatches, and by these as one batch."""
@@ -115,27 +127,33 @@ class LayerWatch:
         """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
         self._shared = {place: self._root.get_submodule(place[0]) for place in sorted(places)}
 
-    def begin(self, sizes: Sequence[int], *, looks: bool) -> None:
-        """A batch begins, whose microbatches have so many samples; if it `looks`, there is a look at its end."""
-        self._begin, self._grown = self._now(), {}
+    def begin(self, sizes: Sequence[int], *, looks: bool, learns: bool = False) -> None:
+        """A batch begins, whose microbatches have so many samples; if it `looks`, there is a look at its end.
+
+        If it `learns`, what has grown in the first one will be looked at.
+        """
         self._looks, self._changed = looks and self._batches < _LOOKED_AT, {}
-        self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared else []
+        self._is_first = learns and looks and not self._batches and len(sizes) > 1
+        self._begin = (self._attributes() if self._is_first else {}) | self._now()
+        self._grown.clear()
+        self._shares = [size / max(1, sum(sizes)) for size in sizes] if self._shared or self._is_first else []
 
     @contextmanager
     def of_microbatch(self, index: int) -> Iterator[None]:
         """A stage of this rank runs the step on a microbatch, while layers count."""
         if self._rehearsed is not None:
-            with self._rehearse(*self._rehearsed):
+            begin, grown = self._rehearsed
+            with self._from(begin, self._numbers, lambda place, by: grown.update({place: grown.get(place, 0) + by})):
                 yield
             return
-        for place in filter(self.means.get, self._shared):
-            setattr(self._shared[place], place[1], self._begin[place])
-        before, buffers = self._now(), self._buffer_states() if self._looks else {}
+        places = self._numbers if self._is_first else self._shared_here
+        buffers = self._buffer_states() if self._looks else {}
         parameters = self._parameter_marks() if self._looks else {}
         sums = self._parameter_sums() if self._looks else {}
         try:
-            yield
-        finally:  # an exception ends a stage
+            with self._from(self._begin, places, lambda place, by: self._grown[place].append((index, by))):
+                yield
+        finally:
             now = self._buffer_states() if self._looks else {}
             marks = self._parameter_marks() if self._looks else {}
             self._written |= {name for name, mark in parameters.items() if marks.get(name, mark) != mark}
@@ -144,20 +162,44 @@ class LayerWatch:
             for place, state in buffers.items():
                 if now.get(place) != state:
                     self._changed.setdefault(place, set()).add(index)
-            for place, value in self._now().items():
-                growth = value - before[place]
-                if self.means.get(place) and self._shares:
-                    growth *= self._shares[index]
-                self._grown[place] = self._grown.get(place, 0) + growth
 
-    def end(self, all_gather: Callable[[Any], list[Any]]) -> None:
-        """The batch is done; a collective call of the pipeline if any numbers are shared."""
+    def end(self, all_gather: Callable[[Any], list[Any]], learn: Callable[[set[str]], object]) -> None:
+        """The batch is done; a collective call of the pipeline if any numbers are shared.
+
+        Args:
+            all_gather: Gathers what the ranks of the pipeline give.
+            learn: Called where the first batch `learns`, with layers of this rank whose numbers have grown in a way
+                that nobody knows. It runs them so that `learn` and `share` are told, if it can.
+        """
         if not self._shares:
             return
-        of_ranks, self._shares = all_gather(self._grown), []
-        for place, module in self._shared.items():
-            now = self._begin[place] + sum(grown.get(place, 0) for grown in of_ranks)
-            setattr(module, place[1], round(now) if type(self._begin[place]) is int else now)
+        if self._is_first:
+            learn({place[0] for place in self._grown if place not in self._shared})
+            for (name, key), growths in self._grown.items():  # of the others
+                by_all = {by for _, by in growths}
+                by = by_all.pop() if len(by_all) == 1 else sum(by for _, by in growths)
+                vars(self._modules[name])[key] = self._begin_of(name, key) + by
+        shares, self._shares, self._is_first = self._shares, [], False
+        if not self._shared:
+            return
+        of_ranks = all_gather(
+            {
+                place: sum(by * shares[index] if self.means.get(place) else by for index, by in growths)
+                for place, growths in self._grown.items()
+                if place in self._shared
+            }
+        )
+        for (name, key), module in self._shared.items():
+            begun = self._begin_of(name, key)
+            now = begun + sum(grown.get((name, key), 0) for grown in of_ranks)
+            setattr(module, key, round(now) if type(begun) is int else now)
+
+    def _begin_of(self, name: str, key: str) -> Any:
+        if (name, key) in self._begin:
+            return self._begin[name, key]
+        module = self._root.get_submodule(name)  # not this rank's, or it did not have the number yet
+        is_other = name not in self._modules
+        return vars(module).get(key, _of_class(module, key)) if is_other else _of_class(module, key)
 
     def _now(self) -> Numbers:
         return {
@@ -262,10 +304,14 @@ class LayerWatch:
         }
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
 def _of_class(module: nn.Module, key: str) -> int | float:
     """What a number of a module goes on from that it does not have itself yet (`self.calls += 1`): its class's."""
     value = getattr(type(module), key, 0)
-    return value if type(value) in (int, float) else 0
+    return value if _is_number(value) else 0
 
 
 def _has_sum(tensor: torch.Tensor) -> bool:

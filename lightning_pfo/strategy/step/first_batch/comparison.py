@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -199,6 +199,31 @@ class Comparison:
             self._compare_now(of, everywhere=self._divided, is_late=True)
         finally:
             self._has_run = False
+
+    def learn_numbers(self, of: StepOnBatch, layers: Collection[str]) -> None:
+        """Look at numbers of layers that have grown in a batch, and did not where layers were in evaluation mode.
+
+        A collective call of the pipeline, with divided layers of all.
+
+        Args:
+            of: The batch.
+            layers: Such layers of this rank, by name.
+        """
+        rehearsal, watch = self._rehearsal, self._runner.layers
+        rehearsal.everywhere = self._divided
+        rehearsal.in_training = set().union(*self._engine.all_gather(set(layers), everywhere=self._divided))
+        if not rehearsal.in_training:
+            return
+        try:
+            with rehearsal.aside(), rehearsal.silent(True):
+                by_parts = rehearsal.run(of, of.parts, 0)
+                run = rehearsal.in_one_piece(of, by_parts, rehearsal.most() if by_parts else 0)
+        finally:
+            rehearsal.in_training = ()
+        if run is not None:
+            watch.learn(*run.grown, len(run.parts))
+        of_all = self._engine.all_gather(list(watch.means), everywhere=self._divided)
+        watch.share({place for places in of_all for place in places})
 
     def _compare_now(self, first: StepOnBatch, *, everywhere: bool, is_late: bool) -> None:
         if everywhere or first.kind != "train" or not self._runner.has_replicas:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms, what_they_normalise
@@ -59,6 +60,16 @@ class FirstLooks:
         """See `Comparison.check_news`."""
         if self._comparison is not None:
             self._comparison.check_news(of)
+
+    @property
+    def learns_numbers(self) -> bool:
+        """Whether `learn_numbers` does something."""
+        return self._comparison is not None
+
+    def learn_numbers(self, of: StepOnBatch, layers: Collection[str]) -> None:
+        """See `Comparison.learn_numbers`."""
+        if self._comparison is not None:
+            self._comparison.learn_numbers(of, layers)
 
     def _tell(self, of: StepOnBatch) -> None:
         said = what_they_normalise(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -84,6 +84,7 @@ class Rehearsal:
         is_narrow: Whether what is compared runs under the user's autocast, and makes numbers in a narrow type, whose
             rounding hides differences, since it does not run otherwise.
         grown: How numbers of layers have grown by the last run.
+        in_training: Layers, by name, that are in training mode all the same.
         loss_shape: Of a loss in one piece that is no number, on the last rank; none of a loss as it should be.
     """
 
@@ -98,6 +99,7 @@ class Rehearsal:
         self.evaluates = True
         self.is_narrow = False
         self.grown: Numbers = {}
+        self.in_training: Collection[str] = ()
         self.loss_shape: tuple[int, ...] = ()
         self._is_silent = False
 
@@ -278,8 +280,9 @@ class Rehearsal:
             return torch.zeros(())
 
         with untouched(self._owner):
-            for module in self._owner.modules():  # what the step does `if self.training` counts
+            for name, module in self._owner.named_modules():  # what the step does `if self.training` counts
                 is_other = module is self._owner or not (self.evaluates or type(module).__module__.startswith("torch."))
+                is_other = is_other or name in self.in_training
                 module.training = is_training and is_other and module.training and not evaluates
             known = dict(self._runner.earlier.meters)
             effects = Effects(self._owner, self._runner.programs.modules, meters=known)
