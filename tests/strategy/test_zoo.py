@@ -50,7 +50,7 @@ EQUAL = [
     "gives_back_weights",
     "takes_a_batch_only",
     "layers_that_limit_weights",
-    "variables_of_context_and_thread",
+    "variables_of_context_and_thread_and_queues",
     "switches",
     "calls_functions",
     "hypernetwork",

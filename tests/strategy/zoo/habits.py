@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
+from queue import Queue
 from typing import Any
 
 import torch
@@ -405,15 +406,17 @@ def takes_a_batch_only() -> Any:
 
 IN_CONTEXT: ContextVar[Tensor] = ContextVar("in_context")
 OF_THREAD = threading.local()
+QUEUE: Queue[Tensor] = Queue()
 
 
 class AddsUp(nn.Linear):
-    """Leaves penalties in a context variable, and in one of the thread."""
+    """Leaves penalties in a context variable, in one of the thread, and in a queue."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x).tanh()
         IN_CONTEXT.set(IN_CONTEXT.get() + x.square().mean())
         OF_THREAD.penalty = getattr(OF_THREAD, "penalty", 0.0) + x.abs().mean()
+        QUEUE.put(x.max(dim=1).values.mean())
         return x
 
 
@@ -427,13 +430,16 @@ class AddedUp(Module):
         token, OF_THREAD.penalty = IN_CONTEXT.set(torch.zeros(())), 0.0
         try:
             loss = functional.mse_loss(self.layers(x), y)
-            return loss + 0.1 * IN_CONTEXT.get() + 0.1 * OF_THREAD.penalty
+            loss = loss + 0.1 * IN_CONTEXT.get() + 0.1 * OF_THREAD.penalty
+            while not QUEUE.empty():
+                loss = loss + 0.1 * QUEUE.get()
+            return loss
         finally:
             IN_CONTEXT.reset(token)
 
 
 @case("own")
-def variables_of_context_and_thread() -> Any:
+def variables_of_context_and_thread_and_queues() -> Any:
     return AddedUp(), vectors()
 
 

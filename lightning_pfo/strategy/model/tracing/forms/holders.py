@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from queue import Queue
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ def items_in(value: Any) -> Any:
         return value
     if isinstance(value, (nn.Module, threading.local)):
         return vars(value)
+    if isinstance(value, Queue):
+        return value.queue
     if isinstance(value, ContextVar):
         return Variables(["content"], partial(_get, value), partial(_put, value), partial(_drop, value))
     kind: Any = type(value)
