@@ -51,6 +51,8 @@ EQUAL = [
     "takes_a_batch_only",
     "layers_that_limit_weights",
     "variables_of_context_and_thread_and_queues",
+    "skips_by_a_stack",
+    "a_head_that_adapts",
     "switches",
     "calls_functions",
     "hypernetwork",

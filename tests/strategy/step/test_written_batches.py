@@ -1,4 +1,4 @@
-"""What a step puts into its batch, or writes into it, is there for hooks, on every rank as on one device."""
+"""What a step puts into its batch, writes into it or takes out of it is so for hooks, on every rank as on one device."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ def test_hooks_find_it(runs, case, way):
 
 
 def told(batch):
-    """Its shapes and texts, and its numbers; what has been taken out of a batch (`names`) may still be there."""
-    values = {name: value if isinstance(value, list) else [value] for name, value in batch.items() if name != "names"}
+    """Its shapes and texts, and its numbers."""
+    values = {name: value if isinstance(value, list) else [value] for name, value in batch.items()}
     parts = {f"{name} {index}": part for name, value in values.items() for index, part in enumerate(value)}
     texts = {name: part for name, part in parts.items() if isinstance(part, (str, list))}
     return texts, {name: part for name, part in parts.items() if name not in texts}

@@ -468,3 +468,59 @@ def layers_that_limit_weights() -> Any:
             return functional.mse_loss(self.layers(batch[0]), batch[1])
 
     return Limited(), vectors()
+
+
+class Pushes(nn.Linear):
+    """Leaves what it returns on a stack and in a dict."""
+
+    def __init__(self, stack: list[Tensor], by_name: dict[int, Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.stack, self.by_name = stack, by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).tanh()
+        self.by_name[len(self.stack)] = x.square()
+        self.stack.append(x)
+        return x
+
+
+class Pops(Pushes):
+    """Takes what was left there last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.stack.pop() + self.by_name.pop(len(self.stack))
+        return nn.Linear.forward(self, x).tanh()
+
+
+@case("own")
+def skips_by_a_stack() -> Any:
+    class Stacked(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stack: list[Tensor] = []
+            by_name: dict[int, Tensor] = {}
+            layers = (kind(stack, by_name) for kind in (Pushes, Pushes, Pushes, Pops, Pops, Pops))
+            self.layers = nn.Sequential(*layers)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            return functional.mse_loss(self.layers(x), y)
+
+    return Stacked(), vectors()
+
+
+class AdaptsItsHead(Layered):
+    """Takes a step of the head alone, and trains all by what that head does then (ANIL)."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        weights, x = (self.head.weight, self.head.bias), self.model(x)
+        inner = functional.mse_loss(functional.linear(x, *weights), y)
+        slopes = torch.autograd.grad(inner, weights, create_graph=True)
+        adapted = [weight - 0.1 * slope for weight, slope in zip(weights, slopes, strict=True)]
+        return functional.mse_loss(functional.linear(x, *adapted), y)
+
+
+@case("steps")
+def a_head_that_adapts() -> Any:
+    return AdaptsItsHead(), vectors()

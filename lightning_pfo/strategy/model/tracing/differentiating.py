@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def differentiation(
     position: int,
     events: Sequence[Event],
     taken: Iterable[tuple[int, torch.Tensor]],
+    names_of: Callable[[Sequence[Any]], Iterable[str]],
 ) -> Differentiation:
     """What a call of `torch.autograd.grad` differentiates by.
 
@@ -49,11 +50,14 @@ def differentiation(
         position: The event that it is.
         events: All events up to it.
         taken: Ordinary tensors with gradients, and the events that take them.
+        names_of: Names parameters and buffers, of which other ranks have placeholders that something stands for.
     """
     inputs = _inputs(_SIGNATURE.bind(*args, **kwargs).arguments)
     labels = tuple(tensor.label for tensor in inputs if is_value(tensor))
     others = [tensor for tensor in inputs if not isinstance(tensor, Tracked)]
     takes = [place for place, leaf in taken if place < position and any(_leads_to(leaf, other) for other in others)]
+    names = set(names_of(others))
+    takes += [place for place, event in enumerate(events[:position]) if not names.isdisjoint(event.held)]
     takes += [
         place
         for place, event in enumerate(events[:position])

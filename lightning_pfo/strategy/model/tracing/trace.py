@@ -197,7 +197,7 @@ class _TraceRun:
         run: Callable[[Any, Any], Any] = functools.partial(on_zeros, function)
         if function is torch.autograd.grad:
             self.trace.deciding.append(users_module())
-            one = differentiation(*given, position, self.trace.events, self._taken)
+            one = differentiation(*given, position, self.trace.events, self._taken, self._held.names)
             is_steps = one.module is self._held.owner
             self.trace.differentiations.append(replace(one, module=None) if is_steps else one)
             run = gradients_in_form

@@ -2,7 +2,8 @@
 
 Steps take labels out of dicts (`batch.pop("labels")`) and write into tensors (`images.div_(255)`). Containers are made
 anew for each run, which costs little. Tensors are copied until a step of their kind has been seen to leave them alone.
-Hooks that are given the batch find in it what the step has put there (`batch["pred"] = self(batch["x"])`).
+Hooks that are given the batch find in it what the step has put there (`batch["pred"] = self(batch["x"])`), and not what
+it has taken out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
 from lightning_pfo.strategy.step.effects.outward.noted import note_call
 
 Name: TypeAlias = tuple[str, Any]
-"""How a part is reached from its container: as an `item` or an `attribute`, and which."""
+"""How a part is reached from its container: as an `item` or an `attribute`, and which; or that an item is `gone`."""
 
 _LONGEST = 1_000
 """Lists of more texts or numbers are not looked through for what a step puts there."""
@@ -91,23 +92,27 @@ def held(value: Any) -> Held:
 
 
 def written(value: Any, before: Held | None) -> Iterator[tuple[tuple[Name, ...], Any]]:
-    """What a step has put into a batch, or written into its tensors, each with the way there."""
+    """What a step has put into a batch, taken out, or written into its tensors, each with the way there."""
     if before is None or value is not before.value or before.is_written_into():
         yield (), value
         return
     for name, part in () if isinstance(value, torch.Tensor) else _items_of(value):
         for path, found in written(part, before.parts.get(name)):
             yield (name, *path), found
+    if isinstance(value, MutableMapping):
+        yield from (((("gone", key),), None) for kind, key in before.parts if kind == "item" and key not in value)
 
 
 def put(batch: Any, path: Sequence[Name], value: Any) -> None:
-    """Put something into a batch where a step has put it."""
+    """Put something into a batch where a step has put it, or take it out."""
     last: Any
     kind, last = path[-1] if path else ("", None)
     for how, name in path[:-1]:
         batch = getattr(batch, name) if how == "attribute" else batch[name]
     if kind == "attribute":
         object.__setattr__(batch, last, value)
+    elif kind == "gone":
+        batch.pop(last, None)
     elif isinstance(batch, (MutableMapping, list)):
         batch[last] = value
     else:  # it has been written into

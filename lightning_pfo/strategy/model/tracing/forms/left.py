@@ -1,12 +1,14 @@
 """What a call leaves beside what it returns: what it writes into its arguments, and tensors that its parts keep.
 
+Or what it takes from what others have left: of a list that layers use as a stack, the later ones find there the rest.
+
 A layer that keeps an auxiliary loss (`self.aux = ...`, `self.losses.append(...)`, a list that all layers know), for the
 step to add it up, gives it to the step as it gives what it returns: over all stages, with its gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
@@ -40,13 +42,15 @@ _NOTHING = object()
 
 @dataclass(frozen=True)
 class Place:
-    """Where a call leaves tensors.
+    """Where a call leaves tensors, or takes some away.
 
     Attributes:
         root: The module that keeps them, or variables that its functions name.
         path: The attribute, and keys in it, that lead to a dict, a list or an object; none: the root itself.
         keys: The attributes or keys there that get other values.
         added: How many items a list gets at its end, if it gets some.
+        removed: How many it loses there; negative: at its begin.
+        dropped: The keys that a dict loses.
         is_taken: Whether the step takes them away again.
     """
 
@@ -54,7 +58,14 @@ class Place:
     path: tuple[Any, ...]
     keys: tuple[Any, ...] = ()
     added: int = 0
+    removed: int = 0
+    dropped: tuple[Any, ...] = ()
     is_taken: bool = False
+
+    @property
+    def takes(self) -> bool:
+        """Whether the call takes tensors away."""
+        return bool(self.removed or self.dropped)
 
     def holder(self) -> Any:
         """The dict or list, or the attributes as a dict, as it is now.
@@ -68,7 +79,7 @@ class Place:
                 found = items_in(found[key])
         except LookupError:
             raise deviates() from None
-        if not isinstance(found, LISTS if self.added else (MutableMapping, *LISTS)):
+        if not isinstance(found, LISTS if self.added or self.removed else (MutableMapping, *LISTS)):
             raise deviates()
         return found
 
@@ -85,13 +96,43 @@ class Place:
             raise deviates() from None
 
     def fill(self, values: Sequence[Any]) -> None:
-        """Leave values there."""
+        """Leave values there, or take away what is.
+
+        Raises:
+            ConfigurationError: If nothing is.
+        """
         holder = self.holder()
         if self.added:
             holder.extend(values)
+        elif self.removed:
+            items = list(holder)
+            if len(items) < abs(self.removed):
+                raise deviates()
+            refill(holder, items[: -self.removed] if self.removed > 0 else items[-self.removed :])
+        elif self.dropped:
+            if any(key not in holder for key in self.dropped):
+                raise deviates()
+            for key in self.dropped:
+                del holder[key]
         else:
             for key, value in zip(self.keys, values, strict=True):
                 holder[key] = value
+
+
+    def has_taken(self, holder: Any, before: Any) -> bool:
+        """Whether a dict or list has lost what the call takes away."""
+        if self.removed:
+            return len(holder) == len(before) - abs(self.removed)
+        return all(key in before and key not in holder for key in self.dropped)
+
+    def undo(self, before: Any) -> None:
+        """Let lists, and what has lost something, be as they were before the call."""
+        if self.added:
+            drop_last(self.holder(), self.added)
+        elif self.removed:
+            refill(self.holder(), before)
+        for key in self.dropped:
+            self.holder()[key] = before[key]
 
 
 def place_of_buffer(part: nn.Module, name: str) -> Place:
@@ -140,12 +181,11 @@ class Kept:
         ]
 
     def take_left(self) -> list[tuple[Place, list[Any]]]:
-        """Where tensors have been left since, and what; lists lose what they were given."""
-        places = [_left_in(*each) for each in self._holders]
-        found = [(place, place.values()) for place in places if place is not None]
-        for place, _ in found:
-            if place.added:
-                drop_last(place.holder(), place.added)
+        """Where tensors have been left or taken since, and what; lists are as before until it is done again."""
+        places = [(place, each[3]) for each in self._holders for place in _left_in(*each)]
+        found = [(place, place.values()) for place, _ in places]
+        for place, before in places:
+            place.undo(before)
         return found
 
     def has_lost_tensors(self) -> bool:
@@ -183,15 +223,27 @@ def _marks(holder: Any) -> dict[Any, object]:
         return {key: change_mark(value) for key, value in tensors}
 
 
-def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: dict[Any, object]) -> Place | None:
-    """Where a dict or list has got tensors, or tensors have been changed in place."""
+def _left_in(
+    root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: dict[Any, object]
+) -> Iterator[Place]:
+    """Where a dict or list has got or lost tensors, or tensors have been changed in place."""
     if isinstance(holder, LISTS):
         added = len(holder) - len(before)
         if added > 0 and all(map(is_, holder, before)) and _has_tensor(last(holder, added)):
-            return Place(root, path, added=added)
+            yield Place(root, path, added=added)
+            return
+        if added < 0 and _has_tensor(before):
+            if all(map(is_, holder, before)):
+                yield Place(root, path, removed=-added)
+            elif all(map(is_, holder, before[-added:])):
+                yield Place(root, path, removed=added)
+            return
         pairs = list(enumerate(holder)) if len(holder) == len(before) else []
     else:
         pairs = list(holder.items())
+        lost = tuple(key for key, value in before.items() if key not in holder and _has_tensor(value))
+        if lost and not (isinstance(root, nn.Module) and not path):  # an attribute that goes is the module's own
+            yield Place(root, path, dropped=lost)
     now = _marks(holder)
     own: frozenset[Any] = OF_MODULES if isinstance(root, nn.Module) and not path else frozenset()
     keys = []
@@ -204,7 +256,8 @@ def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: 
             is_left = now.get(key) != marks.get(key) and (not own or isinstance(value, Tracked) or value.requires_grad)
         if is_left:
             keys.append(key)
-    return Place(root, path, tuple(keys)) if keys else None
+    if keys:
+        yield Place(root, path, tuple(keys))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -252,9 +305,11 @@ class LeftInTrace:
         """The step has returned: forget what it has not used, by label, and see what it has taken away."""
         for event, (returned, values) in self._found:
             labels = {leaf.label for leaf in tree_leaves(values) if isinstance(leaf, Tracked)}
-            if any(map(is_used, labels)):
+            if any(map(is_used, labels)) or any(place.takes for place in event.left):
                 pairs = zip(event.left, values, strict=True)
-                event.left = tuple(replace(place, is_taken=not _is_there(place, left)) for place, left in pairs)
+                event.left = tuple(
+                    replace(place, is_taken=not (place.takes or _is_there(place, left))) for place, left in pairs
+                )
             else:
                 leaves, event.structure = tree_flatten(returned)
                 event.results, event.left = event.results[: len(leaves)], ()
@@ -275,7 +330,7 @@ class LeftByCalls:
         self._own: list[Any] = []
         self._undo: list[Callable[[], None]] = []
 
-    def before(self, call: Leaving) -> list[Any]:
+    def before(self, call: Leaving) -> list[tuple[Any, Any]]:
         """What is there before a call, for `take`."""
         return [_now(place) for place in call.left]
 
@@ -288,10 +343,11 @@ class LeftByCalls:
         found = [place.values() for place in call.left]
         for place, values, (_, old) in zip(call.left, found, before, strict=True):
             holder = place.holder()
-            if place.added:
-                if len(values) < place.added or any(value is item for value in values for item in old):
-                    raise deviates()
-                drop_last(holder, place.added)
+            if place.added and (len(values) < place.added or any(value is item for value in values for item in old)):
+                raise deviates()
+            if place.takes and not place.has_taken(holder, old):
+                raise deviates()
+            place.undo(old)
             if place.is_taken:  # perhaps where the step does so is another stage
                 self._undo.append(partial(_put_back, place, holder, old, values))
         self._own += found
@@ -318,14 +374,18 @@ class LeftByCalls:
 def _now(place: Place) -> tuple[Any, Any]:
     """Where it leaves something, and what is there."""
     holder = place.holder()
-    if place.added:
+    if place.added or place.removed:
         return holder, list(holder)
+    if place.dropped:
+        return holder, dict(holder)
     there = range(len(holder)) if isinstance(holder, LISTS) else holder
     return holder, {key: holder[key] if key in there else _NOTHING for key in place.keys}
 
 
 def _put_back(place: Place, holder: Any, before: Any, values: Sequence[Any]) -> None:
     """Let it be as before, but for what others have left there, or taken away."""
+    if place.takes:
+        return
     if place.added:
         leaves = set(map(id, tree_leaves(values)))
         refill(holder, [item for item in holder if not leaves.intersection(map(id, tree_leaves(item)))])
