@@ -71,8 +71,8 @@ def partition_layers(
             f"Each stage needs at least one layer; the pipelined module has {counted(num_layers, 'layer')} for "
             f"{counted(num_stages, 'stage')}. Use {num_layers} or fewer (devices, times stages per rank where a "
             f"schedule has several), split the module into more layers, or name one whose parts are layers by "
-            f"pipeline_module='...'. Layers are modules that are called: one of which a step takes the weights alone "
-            f"(functional.linear(x, layer.weight)) is none."
+            f"pipeline_module='...'. Layers are modules that the first batch calls: one that it leaves out (a depth "
+            f"that grows), or of which a step takes the weights alone (functional.linear(x, layer.weight)) is none."
         )
     check_partition(spec)
     kind, _, argument = spec.partition(":")

@@ -132,8 +132,8 @@ def find_units(
     layers = _in_order(root, layers) if beside else layers
     if not layers and at_least > 1:
         raise ConfigurationError(
-            f"{type(root).__name__} has no module with parameters to split into stages. Hold its layers as attributes, "
-            f"in an nn.Sequential or in an nn.ModuleList."
+            f"{type(root).__name__} has no module with parameters that a step calls and that can be split into stages. "
+            f"Hold its layers as attributes, in an nn.Sequential or in an nn.ModuleList."
         )
     units = list(_units_in(root, "", {id(module): path for path, module in layers}))
     counted = tuple(unit for unit in units if unit.is_layer)

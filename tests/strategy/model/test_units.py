@@ -143,7 +143,11 @@ def test_a_named_module_or_list_is_taken():
 @pytest.mark.parametrize(
     ("root", "name", "message"),
     [
-        (Holder(a=nn.ReLU()), None, "Holder has no module with parameters to split into stages.*nn.ModuleList"),
+        (
+            Holder(a=nn.ReLU()),
+            None,
+            "Holder has no module with parameters that a step calls and that can be split into stages.*nn.ModuleList",
+        ),
         (Holder(a=chain()), "model", "'model' is nothing. Leave it out to divide all, or name one of: 'a'"),
         (Holder(a=chain(), b=nn.Linear(1, 1)), "b", "'b' is a Linear without layers.*one of: 'a'"),
         (Holder(a=Holder(b=nn.ModuleList()), c=nn.Linear(1, 1)), "a.b", "'a.b' is a ModuleList.*nothing has layers"),
