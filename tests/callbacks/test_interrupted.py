@@ -8,6 +8,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "interrupted.py"
 PARTS = {  # name: state in which it is killed, and what it goes on from
     "warm_up": ("WarmUp", ""),

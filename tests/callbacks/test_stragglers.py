@@ -7,6 +7,8 @@ import pytest
 from lightning_pfo.planner import load_frontier, select_plan
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parent / "scripts" / "stragglers.py"
 FACTORS = [1.05, 1.2, 1.5, 1.0]
 

@@ -53,6 +53,7 @@ def test_too_few_images_are_refused():
         resnet.data.Digits(resnet.data.DigitsConfig(batch_size=256))
 
 
+@pytest.mark.slow
 def test_it_learns_on_one_device():
     torch.manual_seed(0)
     module, data = resnet.model.ResNet(TINY), resnet.data.Digits(resnet.data.DigitsConfig())

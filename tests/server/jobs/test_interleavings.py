@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +15,8 @@ from lightning_pfo.server.jobs.answers import ConflictError, GoneError, NotYet, 
 from lightning_pfo.server.jobs.messages import JobInfo, PlanRows, RankInfo, Report
 from lightning_pfo.server.jobs.registry import JobLimits, JobRegistry
 from lightning_pfo.server.jobs.store import JobStore
+
+pytestmark = pytest.mark.slow
 
 NUM_SCANS, IDLE_S, AHEAD = 2, 1000.0, 3
 LATE = 5
