@@ -1,4 +1,4 @@
-"""What a step puts into its batch, writes into it or takes out of it is so for hooks, on every rank as on one device."""
+"""What a step puts into its batch, writes into it or takes out of it, hooks find so, on every rank as on one device."""
 
 import json
 from pathlib import Path
