@@ -175,10 +175,8 @@ class LayerWatch:
             return
         if self._is_first:
             learn({place[0] for place in self._grown if place not in self._shared})
-            for (name, key), growths in self._grown.items():  # of the others
-                by_all = {by for _, by in growths}
-                by = by_all.pop() if len(by_all) == 1 else sum(by for _, by in growths)
-                vars(self._modules[name])[key] = self._begin_of(name, key) + by
+            for (name, key), growths in self._grown.items():  # of the others, which may be an extreme value
+                vars(self._modules[name])[key] = self._begin_of(name, key) + max((by for _, by in growths), key=abs)
         shares, self._shares, self._is_first = self._shares, [], False
         if not self._shared:
             return
