@@ -138,6 +138,7 @@ MAY_KNOW = {
         *("strategy.step.effects", "strategy.step.recording", "strategy.step.whole"),
     },
     "strategy.step.effects.outward": {"core", "strategy.model", "strategy.step.batches"},
+    "strategy.step.effects.layers": {"strategy.model", "strategy.step.batches"},
     "strategy.step.effects": {
         *("core", "strategy.model", "strategy.step.batches", "strategy.step.effects.outward"),
     },

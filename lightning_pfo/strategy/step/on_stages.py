@@ -29,7 +29,7 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.layers.watch import LayerWatch
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
@@ -214,7 +214,7 @@ class StepOnStages:
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last, self.owner)
             kept.leave_alone(changes)
-            self.layers.of_step = changes
+            self.layers.looks.of_step = changes
             if whole is not None:
                 random_state.expect_draws_on_host()
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)

@@ -259,18 +259,49 @@ class WarmsUp(nn.Linear):
         return super().forward(x) * factor * self.scale
 
 
+class CountsInBuffers(nn.Linear):
+    """Counts in buffers, one of which changes in training only, and uses them."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("factor", torch.ones(1))
+
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+        self.factor.mul_(0.9)
+        return super().forward(x) * self.factor / (1 + self.steps)
+
+
+class TakesFirstValues(nn.Linear):
+    """Scales by what it saw first, and knows by a buffer that it has (ActNorm)."""
+
+    def __init__(self, size):
+        super().__init__(size, size)
+        self.register_buffer("is_known", torch.tensor(0))
+
+    def forward(self, x):
+        if not self.is_known:
+            self.is_known.fill_(1)
+            with torch.no_grad():
+                self.bias.fill_(0.1)
+        return super().forward(x)
+
+
 class UsesCounts(Base):
     """Layers that use what they count."""
 
     def __init__(self):
         super().__init__()
-        parts = (nn.Sequential(Alternates(), CoolsDown(4, 4), WarmsUp(4)) for _ in range(3))
+        kinds = CountsInBuffers, WarmsUp, TakesFirstValues
+        parts = (nn.Sequential(Alternates(), CoolsDown(4, 4), *(kind(4) for kind in kinds)) for _ in range(3))
         self.layers, self.seen = nn.Sequential(*parts), []
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         counted = [
             (alternates.calls, cools_down.temperature, warms_up.steps, warms_up.samples, warms_up.noise)
-            for alternates, cools_down, warms_up in self.layers
+            for alternates, cools_down, _, warms_up, _ in self.layers
         ]
         self.seen.append([outputs["loss"].item(), counted])
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.step.effects import layer_watch
+from lightning_pfo.strategy.step.effects.layers import looks
+from lightning_pfo.strategy.step.effects.layers import watch as layer_watch
 
 
 class Root(nn.Module):
@@ -17,7 +18,7 @@ class Root(nn.Module):
 @pytest.fixture
 def said(monkeypatch):
     texts = []
-    monkeypatch.setattr(layer_watch, "warn_once", texts.append)
+    monkeypatch.setattr(looks, "warn_once", texts.append)
     return texts
 
 
@@ -76,7 +77,7 @@ def test_parameters_that_layers_change_in_forward_are_named(change, of_step, sai
     root.layer.scale, root.rows = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 2, max_norm=1.0)
     watch = layer_watch.LayerWatch(root, {"layer": root.layer, "rows": root.rows})
     watch.begin((2, 2), looks=True)
-    watch.of_step = ["layer.scale"] if of_step else []
+    watch.looks.of_step = ["layer.scale"] if of_step else []
     for index in range(2):
         with watch.of_microbatch(index), torch.no_grad():
             root.rows(torch.tensor([0, 1]))
@@ -115,3 +116,31 @@ def test_what_no_rule_gives_of_the_first_batch_is_what_one_microbatch_says(said)
     watch.end(lambda value: pytest.fail("nothing is shared"), asked.append)
     assert asked == [{"layer"}]
     assert (root.layer.size, root.layer.total, root.layer.late, root.layer.new) == (4, 3, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("also", "counts_own"),
+    [
+        (lambda root: None, True),
+        (lambda root: root.layer.center.add_(1), False),  # a flag that goes with first values
+        (lambda root: root.other.register_buffer("steps", root.layer.steps), False),  # others see it
+    ],
+)
+def test_counters_in_buffers_begin_anew_in_each_microbatch(also, counts_own, said):
+    root = Root()
+    root.other = nn.Module()
+    root.layer.register_buffer("steps", torch.tensor(3))
+    steps = root.layer.steps
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer, "other": root.other})
+    also(root)
+    watch.begin((2, 2), looks=True, learns=True)
+    seen = []
+    for index in range(2):
+        with watch.of_microbatch(index):
+            seen.append(root.layer.steps.item())
+            root.layer.steps += 1
+            also(root)
+    watch.end(lambda value: pytest.fail("nothing is shared"), lambda names: None)
+    assert seen == ([3, 3] if counts_own else [3, 4])
+    assert root.layer.steps is steps
+    assert steps.item() == (4 if counts_own else 5)

@@ -19,7 +19,7 @@ from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.splitting import Microbatches
 from lightning_pfo.strategy.step.effects.effects import Effects
-from lightning_pfo.strategy.step.effects.layer_watch import Numbers
+from lightning_pfo.strategy.step.effects.layers.watch import Numbers
 from lightning_pfo.strategy.step.effects.within import replica_alone, step_forward_only
 from lightning_pfo.strategy.step.first_batch.differences.pairs import Pair
 from lightning_pfo.strategy.step.first_batch.differences.rounding import (

@@ -11,7 +11,7 @@ from lightning_pfo.strategy.engine.engine import PipelineEngine
 from lightning_pfo.strategy.parallel.buckets import ReplicaMeans
 from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.parallel.reductions import Gradients
-from lightning_pfo.strategy.step.effects.layer_watch import LayerWatch
+from lightning_pfo.strategy.step.effects.layers.watch import LayerWatch
 from lightning_pfo.strategy.step.gradients import (
     StepGradients,
     put_gradients,

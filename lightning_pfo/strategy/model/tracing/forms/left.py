@@ -118,7 +118,6 @@ class Place:
             for key, value in zip(self.keys, values, strict=True):
                 holder[key] = value
 
-
     def has_taken(self, holder: Any, before: Any) -> bool:
         """Whether a dict or list has lost what the call takes away."""
         if self.removed:
@@ -223,9 +222,7 @@ def _marks(holder: Any) -> dict[Any, object]:
         return {key: change_mark(value) for key, value in tensors}
 
 
-def _left_in(
-    root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: dict[Any, object]
-) -> Iterator[Place]:
+def _left_in(root: Any, path: tuple[Any, ...], holder: Any, before: Any, marks: dict[Any, object]) -> Iterator[Place]:
     """Where a dict or list has got or lost tensors, or tensors have been changed in place."""
     if isinstance(holder, LISTS):
         added = len(holder) - len(before)

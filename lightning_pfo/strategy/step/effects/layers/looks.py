@@ -1,0 +1,187 @@
+"""What else layers change in their forward: attributes, buffers and parameters are named, once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, change_mark
+from lightning_pfo.strategy.model.batch_norm import BatchNorm
+from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
+from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.layers.counters import has_sum, values_of
+
+_LOOKED_AT = 3
+"""So many batches; what is set in the first of them only is a cache."""
+Place = tuple[str, str]
+"""A layer and its attribute, by name."""
+
+
+class LayerLooks:
+    """Looks at layers in each of the first batches.
+
+    Args:
+        root: The user's module.
+        modules: The layers of this rank and what is in them, by name.
+        of_weights: Buffers that making a weight changes, as one device does.
+
+    Attributes:
+        of_step: Parameters and buffers that the step writes into by itself, as one device does.
+        are_on: Whether the batch that is under way is looked at.
+    """
+
+    def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module], of_weights: Collection[str]) -> None:
+        self._root = root
+        self._modules = modules
+        self._of_weights = of_weights
+        self._before: dict[Place, Any] = {}
+        self._batches = 0
+        self._changed: dict[Place, set[int]] = {}
+        self._written: set[str] = set()
+        self._differs: list[tuple[list[str], torch.Tensor]] = []
+        self.of_step: Collection[str] = ()
+        self.are_on = False
+
+    @property
+    def are_first(self) -> bool:
+        """Whether no batch was looked at before."""
+        return not self._batches
+
+    def begin(self, looks: bool) -> None:
+        """A batch begins, which may be looked at."""
+        self.are_on, self._changed = looks and self._batches < _LOOKED_AT, {}
+
+    @contextmanager
+    def of_microbatch(self, index: int) -> Iterator[None]:
+        """A stage of this rank runs the step on a microbatch of a batch that is looked at."""
+        buffers, parameters, sums = self._buffer_states(), self._parameter_marks(), self._parameter_sums()
+        try:
+            yield
+        finally:  # an exception ends a stage
+            now, marks = self._buffer_states(), self._parameter_marks()
+            self._written |= {name for name, mark in parameters.items() if marks.get(name, mark) != mark}
+            if sums:
+                self._compare(sums, self._parameter_sums())
+            for place, state in buffers.items():
+                if now.get(place) != state:
+                    self._changed.setdefault(place, set()).add(index)
+
+    def look(self, known: Collection[Place]) -> None:
+        """A batch is done; a warning names what it has changed, but what is known to be as on one device."""
+        if self._batches == _LOOKED_AT:
+            return
+        self._batches += 1
+        self._look_at_buffers(known)
+        self._look_at_parameters()
+        now = {place: _print_of(value) for place, value in attributes_of(self._modules).items() if place not in known}
+        changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
+        if changed:
+            name, key = changed[0]
+            warn_once(
+                f"A layer changes its attribute self.{name}.{key} in a step. Layers run on the rank of their stage "
+                f"only, and once for each microbatch, which finds what the one before has left there, as when "
+                f"gradients are accumulated. The step finds there the tensors that the layer has left for its "
+                f"microbatch; hooks find another value than on one device. For hooks let the layer return "
+                f"what is to be kept, and keep it in the step, in an attribute of the user's module."
+            )
+        self._before = now
+        if changed or self._batches == _LOOKED_AT:
+            self._batches, self._before = _LOOKED_AT, {}
+
+    def _look_at_buffers(self, known: Collection[Place]) -> None:
+        for (name, key), microbatches in self._changed.items():
+            if (name, key) in known:
+                continue
+            is_of_step = f"{name}.{key}" in self.of_step  # of which something else is said
+            if is_of_step or len(microbatches) == 1:  # such as one that the end of the step calls, on the whole batch
+                continue
+            warn_once(
+                f"A layer changes its buffer self.{name}.{key}: once for each of {len(microbatches)} microbatches, as "
+                f"when gradients are accumulated, and on one device once for the batch: a moving average goes further. "
+                f"Use fewer microbatches (num_microbatches=...), or change it in the step or in a hook."
+            )
+            return
+
+    def _compare(self, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
+        """Note which sums differ, where they are: nobody waits for a GPU before the batch is done."""
+        names = [name for name in before if name in now]
+        if names:
+            old, new = (torch.stack([of[name] for name in names]) for of in (before, now))
+            self._differs.append((names, (old != new) & ~(old.isnan() & new.isnan())))
+
+    def _look_at_parameters(self) -> None:
+        differs = torch.cat([flags for _, flags in self._differs]).tolist() if self._differs else []
+        names = [name for of_microbatch, _ in self._differs for name in of_microbatch]
+        self._differs.clear()
+        self._written |= {name for name, is_other in zip(names, differs, strict=True) if is_other}
+        name = min(self._written - set(self.of_step), default="")
+        self._written.clear()
+        if name:
+            warn_once(
+                f"A layer changes its parameter self.{name} in its forward, by what it sees: a microbatch, and on one "
+                f"device the whole batch, as layers do that take their first values from the first batch (ActNorm). "
+                f"Let them see a whole batch before: call the model before training (in on_train_start), on all ranks "
+                f"(self.model(x), in training mode), where it runs in one piece. With num_microbatches=1 and "
+                f"schedule='gpipe' all is that of one device."
+            )
+
+    def _parameter_marks(self) -> dict[str, tuple[int, int]]:
+        """Others after a change."""
+        return {name: change_mark(parameter) for name, parameter in self._parameters()}
+
+    def _parameter_sums(self) -> dict[str, torch.Tensor]:
+        """Others after a change through `data` too (`p.data.copy_(x)`), which marks do not tell; on their device."""
+        with following(None), DisableTorchFunctionSubclass(), torch.no_grad():
+            return {
+                name: values_of(parameter.data).sum(dtype=torch.double)
+                for name, parameter in self._parameters()
+                if has_sum(parameter.data)
+            }
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Not those of an embedding that limits norms: rows of it change in any batch alike."""
+        for name, module in self._modules.items():
+            if getattr(module, "max_norm", None) is None:
+                for key, parameter in tensors_of(module).parameters.items():
+                    if type(parameter) is nn.Parameter:
+                        yield f"{name}.{key}", parameter
+
+    def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
+        """Others after a change, of their `data` too; of batch norms something else is said."""
+        with following(None), DisableTorchFunctionSubclass():  # our question, not the step's
+            return {
+                (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
+                for name, module in self._root.named_modules()
+                if name and not isinstance(module, BatchNorm)
+                for key, buffer in tensors_of(module).buffers.items()
+                if buffer is not None and f"{name}.{key}" not in self._of_weights
+            }
+
+
+def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
+    """What modules keep beside parameters, buffers and modules."""
+    return {
+        (name, key): value
+        for name, module in modules.items()
+        for key, value in vars(module).items()
+        if key not in LEFT_ALONE and key != "_buffers"
+    }
+
+
+def _sum_of(buffer: torch.Tensor) -> str:
+    return str(float(values_of(buffer).detach().double().sum())) if has_sum(buffer) else ""
+
+
+def _print_of(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, dict, set, deque)):
+        return id(value), len(value)
+    return id(value) if isinstance(value, torch.Tensor) else None
