@@ -33,21 +33,25 @@ class Counter:
             buffers[name] = now = self._value.clone()
         self._before = now, change_mark(now)
 
-    def growth(self, buffers: dict[str, Any], name: str) -> tuple[torch.Tensor] | None:
+    def growth(self, buffers: dict[str, Any], name: str) -> torch.Tensor | None:
         """By how much it has grown in the microbatch; None: nobody has changed it."""
         now, (before, mark) = buffers[name], self._before
         if not isinstance(now, torch.Tensor) or (now is before and change_mark(now) == mark):
             return None
-        return (now.detach().to(torch.double) - self._value.to(torch.double),)
+        return now.detach().double() - self._value.double()
 
-    def end(self, buffers: dict[str, Any], name: str, by: Any) -> None:
+    def end(self, buffers: dict[str, Any], name: str, by: torch.Tensor) -> None:
         """The batch is over, in which it has grown by so much: the buffer itself is there again."""
-        value = self._value.to(torch.double) + by
-        if not self._value.is_floating_point():
-            value = value.round()
+        value = self._value.double() + by
+        self._put(buffers, name, value if self._value.is_floating_point() else value.round())
+
+    def put_back(self, buffers: dict[str, Any], name: str) -> None:
+        """Let the buffer itself be there, as it was."""
+        self._put(buffers, name, self._value)
+
+    def _put(self, buffers: dict[str, Any], name: str, value: torch.Tensor) -> None:
         with torch.no_grad():
-            if change_mark(self._buffer) != self._mark or not isinstance(by, int):
-                self._buffer.copy_(value)
+            self._buffer.copy_(value)
         buffers[name] = self._buffer
 
 

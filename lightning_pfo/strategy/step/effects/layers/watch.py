@@ -24,6 +24,8 @@ from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.step.effects.layers.counters import Counter, has_sum
 from lightning_pfo.strategy.step.effects.layers.looks import LayerLooks, Place, attributes_of
 
+_NO_NUMBERS = (torch.bool, torch.uint8, torch.complex64, torch.complex128)
+"""Types of flags, and of what is no single number."""
 Numbers = dict[Place, Any]
 
 
@@ -50,7 +52,7 @@ class LayerWatch:
         self._counted: set[Place] = set()
         self._going_on: set[str] = set()
         self._begin: dict[Place, Any] = {}
-        self._grown: defaultdict[Place, list[tuple[int, float]]] = defaultdict(list)
+        self._grown: defaultdict[Place, list[tuple[int, Any]]] = defaultdict(list)
         self._shares: list[float] = []
         self._is_first = False
         self._rehearsed: tuple[dict[Place, Any], Numbers] | None = None
@@ -76,7 +78,8 @@ class LayerWatch:
         finally:
             self._rehearsed = before
             for place, counter in _counters_in(begin):
-                self._count(place, counter, 0)
+                if place in grown:
+                    counter.put_back(self._buffers_of(place), place[1])
 
     @contextmanager
     def _from(
@@ -108,8 +111,8 @@ class LayerWatch:
                     note((name, key), value - begun)
             for place, counter in counters:
                 is_own = place[0] not in self._going_on and ".".join(place) not in self.looks.of_step
-                if is_own and (by := counter.growth(self._buffers_of(place), place[1])):
-                    note(place, by[0])
+                if is_own and (by := counter.growth(self._buffers_of(place), place[1])) is not None:
+                    note(place, by)
 
     def _numbers(self) -> list[Place]:
         return [place for place, value in attributes_of(self._modules).items() if _is_number(value)]
@@ -142,9 +145,6 @@ class LayerWatch:
         held = [each for named in tensors_of(module) for each in named.values() if each is not None]
         with DisableTorchFunctionSubclass():
             return [change_mark(each) for each in held if type(each) is nn.Parameter or not _is_one(each)]
-
-    def _count(self, place: Place, counter: Counter, by: float | torch.Tensor) -> None:
-        counter.end(self._buffers_of(place), place[1], by)
 
     def learn(self, by_parts: Numbers, whole: Numbers, number: int) -> None:
         """Compare by how much numbers have grown by so many microbatches, and by these as one batch."""
@@ -205,10 +205,13 @@ class LayerWatch:
             return
         if self._is_first:
             learn({place[0] for place in self._grown if place not in self.means})
-            for place, growths in self._grown.items():  # of the others, which may be an extreme value
+            for place, growths in self._grown.items():
+                if place in self.means:
+                    continue
+                # of what no rule gives, as of a maximum
                 most = max((by for _, by in growths), key=lambda by: abs(float(by)))
                 if isinstance(counter := self._begin.get(place), Counter):
-                    self._count(place, counter, most)
+                    counter.end(self._buffers_of(place), place[1], most)
                 else:
                     vars(self._modules[place[0]])[place[1]] = self._begin_of(*place) + most
         shares, self._shares, self._is_first = self._shares, [], False
@@ -218,7 +221,7 @@ class LayerWatch:
             if place in self.means
         }
         for place in self._counted & grown.keys():
-            self._count(place, self._begin[place], grown.pop(place))
+            self._begin[place].end(self._buffers_of(place), place[1], grown.pop(place))
         if not self._shared:
             return
         of_ranks = all_gather(grown)
@@ -245,7 +248,7 @@ def _counters_in(begin: Mapping[Place, Any]) -> list[tuple[Place, Counter]]:
 
 
 def _is_one(buffer: torch.Tensor) -> bool:
-    return has_sum(buffer) and buffer.numel() == 1 and buffer.dtype not in (torch.bool, torch.uint8)
+    return has_sum(buffer) and buffer.numel() == 1 and buffer.dtype not in _NO_NUMBERS
 
 
 def _is_number(value: Any) -> bool:
