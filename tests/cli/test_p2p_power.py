@@ -51,6 +51,7 @@ def test_in_real_time_an_emulated_gpu_really_waits() -> None:
     assert measured.power_w == pytest.approx(gpu.physics.blocked_power_w(1410), rel=0.5)
 
 
+@pytest.mark.slow
 def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver) -> None:
     name, blocked, _ = measure(fake_driver.environment(), "gpu=nvml", "num_clocks=2")
     assert name == "Fake GPU 0"
@@ -59,6 +60,7 @@ def test_a_real_gpu_is_measured_and_its_clocks_restored(fake_driver: FakeDriver)
     assert fake_driver.leases() == []
 
 
+@pytest.mark.slow
 def test_without_permission_its_own_clock_is_measured(fake_driver: FakeDriver) -> None:
     _, blocked, said = measure(fake_driver.environment("no_permission"), "gpu=nvml")
     assert [power["clock_mhz"] for power in blocked] == [1410]

@@ -8,6 +8,8 @@ import pytest
 from tests.comparing import check
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -10,6 +10,8 @@ import pytest
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.core.schedules.registry import load_schedule, make_schedule
 
+pytestmark = pytest.mark.slow
+
 TORCH_NAMES = {
     "gpipe": "ScheduleGPipe",
     "interleaved_1f1b": "ScheduleInterleaved1F1B",

@@ -49,6 +49,7 @@ def zeusd(fake_driver: FakeDriver, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @needs_zeus
+@pytest.mark.slow
 def test_conformance_of_nvidia_gpus_without_and_with_zeusd(fake_driver: FakeDriver, zeusd: dict[str, str]) -> None:
     for environment in (fake_driver.environment(), zeusd):
         done = run(environment, "-W", "error::UserWarning", "-m", "tests.device.conformance", "zeus")

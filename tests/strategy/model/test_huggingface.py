@@ -67,6 +67,7 @@ def runs(tmp_path_factory):
     return single, ranks, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "opt"])
 def test_training_is_that_of_one_device(runs, family):
     single, ranks = runs[0][family], [rank[family] for rank in runs[1]]
@@ -77,6 +78,7 @@ def test_training_is_that_of_one_device(runs, family):
     assert single["losses"][-1] < single["losses"][0]
 
 
+@pytest.mark.slow
 def test_embeddings_and_heads_are_held_where_they_are_used_and_tied_ones_stay_tied(runs):
     single, ranks, _ = runs
     # the vocabulary has 40 tokens, and hidden states 16 numbers
@@ -91,6 +93,7 @@ def test_embeddings_and_heads_are_held_where_they_are_used_and_tied_ones_stay_ti
     assert sum(seen["gpt2"]["held"] for seen in ranks) == single["gpt2"]["held"] + 40 * 16
 
 
+@pytest.mark.slow
 def test_the_partition_is_printed_at_the_start(runs):
     output = runs[2]
     assert "stage 1: layers 1-2" in output  # of GPT-2
@@ -98,6 +101,7 @@ def test_the_partition_is_printed_at_the_start(runs):
     assert output.count(" by measured time") == 1  # that of OPT
 
 
+@pytest.mark.slow
 def test_of_a_model_built_on_meta_each_rank_makes_its_part(runs):
     ranks = [rank["meta"] for rank in runs[1]]
     for seen in ranks:
@@ -107,6 +111,7 @@ def test_of_a_model_built_on_meta_each_rank_makes_its_part(runs):
     assert sum(seen["held"] for seen in ranks) == ranks[0]["all"]
 
 
+@pytest.mark.slow
 def test_a_model_is_the_pipeline_in_a_loop_of_ones_own(runs):
     single, ranks = runs[0]["plain"], [rank["plain"] for rank in runs[1]]
     for seen in ranks:

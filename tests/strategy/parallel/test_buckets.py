@@ -3,11 +3,14 @@
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_pfo.strategy.parallel.reductions import hand_out
 from tests.launch import run_script
+
+pytestmark = pytest.mark.slow
 
 
 def test_gradients_of_replicas_are_averaged_in_buckets_and_sums_can_be_precise():

@@ -7,6 +7,8 @@ import pytest
 
 from tests.launch import run_script
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "after_fit.py"
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.comparing import check
 from tests.strategy.trainer.promises import RANKS, run_promises
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):

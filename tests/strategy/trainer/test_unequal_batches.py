@@ -8,6 +8,8 @@ import torch
 from lightning_pfo.strategy.compat.processes import OLDEST_FSDP
 from tests.launch import of_ranks, run_script
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
