@@ -90,10 +90,13 @@ class LayerWatch:
     ) -> Iterator[None]:
         """Numbers of some places of this rank are what they were at the begin; by how much they grow is noted."""
         counters = [(place, counter) for place, counter in _counters_in(begin) if place[0] not in self._going_on]
+        sums: Numbers = {}
         for name, key in places():
             if name in self._going_on:
                 continue
-            if (name, key) in begin:
+            if self.means.get((name, key)) is False:  # goes on: hooks may keep it, of whose numbers `effects` knows
+                sums[name, key] = self._value_of(name, key)
+            elif (name, key) in begin:
                 vars(self._modules[name])[key] = begin[name, key]
             else:
                 del vars(self._modules[name])[key]
@@ -105,14 +108,18 @@ class LayerWatch:
         finally:  # an exception ends a stage
             self._going_on |= {place[0] for place, _ in counters if self._others(place) != others[place[0]]}
             for name, key in places():
-                default = _of_class(self._modules[name], key)
-                begun, value = begin.get((name, key), default), vars(self._modules[name]).get(key, default)
+                default, value = _of_class(self._modules[name], key), self._value_of(name, key)
+                begun = sums.get((name, key), begin.get((name, key), default))
                 if name not in self._going_on and _is_number(begun) and _is_number(value) and value != begun:
                     note((name, key), value - begun)
             for place, counter in counters:
                 is_own = place[0] not in self._going_on and ".".join(place) not in self.looks.of_step
                 if is_own and (by := counter.growth(self._buffers_of(place), place[1])) is not None:
                     note(place, by)
+
+    def _value_of(self, name: str, key: str) -> Any:
+        module = self._modules[name]
+        return vars(module).get(key, _of_class(module, key))
 
     def _numbers(self) -> list[Place]:
         return [place for place, value in attributes_of(self._modules).items() if _is_number(value)]
