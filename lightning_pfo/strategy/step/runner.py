@@ -415,6 +415,7 @@ class StepRunner:
             shared["output"] = apart if outputs == "last" else exchange.send_to_first(apart)
         check_skipped(skipped, shared["skipped"])
         self._rows.note(effects.leave(shared, is_first=engine.rank == 0))
+        stages.layers.leave()
         if not engine.is_last:
             stages.windows_go_on(shared["told"])
         return shared, results

@@ -160,16 +160,18 @@ class ListensInLayers(L.Callback):
 
     def on_fit_start(self, trainer, pl_module):
         for layer in pl_module.layers:
-            layer.seen = 0
+            layer.seen = layer.trained_on = 0
             layer.register_forward_hook(self.keep)
 
     def keep(self, layer, given, y):
         layer.latest = y.detach()
         layer.seen += len(y)
+        if layer.training:
+            layer.trained_on += len(y)
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         pl_module.found += [layer.latest.std().item() for layer in pl_module.layers]
-        pl_module.found += [layer.seen for layer in pl_module.layers]
+        pl_module.found += [number for layer in pl_module.layers for number in (layer.seen, layer.trained_on)]
 
 
 CASES = {

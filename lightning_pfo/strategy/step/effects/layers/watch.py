@@ -54,6 +54,7 @@ class LayerWatch:
         self._begin: dict[Place, Any] = {}
         self._grown: defaultdict[Place, list[tuple[int, Any]]] = defaultdict(list)
         self._shares: list[float] = []
+        self._left: list[tuple[nn.Module, str, Any]] = []
         self._is_first = False
         self._rehearsed: tuple[dict[Place, Any], Numbers] | None = None
         self.means: dict[Place, bool] = {}
@@ -180,10 +181,13 @@ class LayerWatch:
         """
         self.looks.begin(looks)
         self._is_first = learns and looks and self.looks.are_first and len(sizes) > 1
-        self._begin = (attributes_of(self._modules) if self._is_first else {}) | self._now()
+        self._begin = self._now()
+        if self._is_first:  # of others' layers too, in which a trace may count
+            self._begin |= attributes_of(dict(self._root.named_modules(remove_duplicate=False)))
         if self._is_first or self._counted:
             self._begin |= self._counters(None if self._is_first else self._counted)
         self._grown.clear()
+        self._left.clear()
         is_needed = bool(self._shared or self._counted or self._is_first)
         self._shares = [size / max(1, sum(sizes)) for size in sizes] if is_needed else []
 
@@ -235,14 +239,18 @@ class LayerWatch:
         for (name, key), module in self._shared.items():
             begun = self._begin_of(name, key)
             now = begun + sum(grown.get((name, key), 0) for grown in of_ranks)
-            setattr(module, key, round(now) if type(begun) is int else now)
+            self._left.append((module, key, round(now) if type(begun) is int else now))
+        self.leave()
+
+    def leave(self) -> None:
+        """Let numbers that are shared be what the batch has left, also where others have put what they know of them."""
+        for module, key, number in self._left:
+            setattr(module, key, number)
 
     def _begin_of(self, name: str, key: str) -> Any:
         if (name, key) in self._begin:
             return self._begin[name, key]
-        module = self._root.get_submodule(name)  # not this rank's, or it did not have the number yet
-        is_other = name not in self._modules
-        return vars(module).get(key, _of_class(module, key)) if is_other else _of_class(module, key)
+        return _of_class(self._root.get_submodule(name), key)  # it did not have the number yet
 
     def _now(self) -> Numbers:
         return {
