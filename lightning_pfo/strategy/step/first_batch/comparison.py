@@ -216,8 +216,7 @@ class Comparison:
             return
         try:
             with rehearsal.aside(), rehearsal.silent(True):
-                by_parts = rehearsal.run(of, of.parts, 0)
-                run = rehearsal.in_one_piece(of, by_parts, rehearsal.most() if by_parts else 0)
+                run = rehearsal.both_ways(of)
         finally:
             rehearsal.in_training = ()
         if run is not None:

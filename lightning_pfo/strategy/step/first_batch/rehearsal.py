@@ -143,6 +143,11 @@ class Rehearsal:
         """How many microbatches may be run as one."""
         return max(2, _LARGEST_BYTES // max(1, self._output_bytes))
 
+    def both_ways(self, first: StepOnBatch) -> InOnePiece | None:
+        """Run a batch by microbatches, and as many of these as fit as one; None where it does not run."""
+        by_parts = self.run(first, first.parts, 0)
+        return self.in_one_piece(first, by_parts, self.most() if by_parts else 0)
+
     def in_one_piece(
         self, first: StepOnBatch, by_parts: StepRun | None, most: int, whole: Whole | None = None
     ) -> InOnePiece | None:

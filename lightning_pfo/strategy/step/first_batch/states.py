@@ -69,8 +69,7 @@ class StateCheck:
 
     def _pairs(self, of: StepOnBatch, number: int) -> tuple[bool, list[Pair], bool]:
         """Whether the batch ran, what its microbatches come to, on the last rank, and whether losses are equal."""
-        by_parts = self._rehearsal.run(of, of.parts, 0)
-        run = self._rehearsal.in_one_piece(of, by_parts, self._rehearsal.most() if by_parts else 0)
+        run = self._rehearsal.both_ways(of)
         if run is None:
             return False, [], False
         parts, pairs, _ = run

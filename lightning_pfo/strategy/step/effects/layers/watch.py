@@ -1,9 +1,10 @@
 """Numbers that layers keep in attributes or buffers of one element: they run on one rank, once for each microbatch.
 
 Where the first batch, run by microbatches and in one piece, shows that a number grows by the sum of what it does in
-microbatches, or by their mean, it does so on all ranks, at the end of each batch, and each microbatch begins with what
-the batch began with. Layers are in evaluation mode there: what grows in training only is found, and looked at so, where
-the first batch has been trained on. See `looks` for what else they change.
+microbatches, or by their mean, it does so on all ranks, at the end of each batch. If by the mean, as a number of calls
+or a temperature that falls, each microbatch begins with what the batch began with. Layers are in evaluation mode there:
+what grows in training only is found, and looked at so, where the first batch has been trained on. See `looks` for what
+else they change.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class LayerWatch:
     def _buffers_of(self, place: Place) -> dict[str, Any]:
         return tensors_of(self._modules[place[0]]).buffers
 
-    def _counters(self, places: Collection[Place] | None = None) -> dict[Place, Any]:
-        """Buffers of one element that one layer has, all or some, as they are now."""
+    def _counters(self) -> dict[Place, Counter]:
+        """All buffers of one element that one layer has, as they are now."""
         found = {
             (name, key): buffer
             for name, module in self._modules.items()
@@ -141,11 +142,7 @@ class LayerWatch:
             if buffer is not None and _is_one(buffer) and f"{name}.{key}" not in self._of_weights
         }
         holders = Counts(map(id, found.values()))
-        return {
-            place: Counter(buffer)
-            for place, buffer in found.items()
-            if holders[id(buffer)] == 1 and (places is None or place in places)
-        }
+        return {place: Counter(buffer) for place, buffer in found.items() if holders[id(buffer)] == 1}
 
     def _others(self, place: Place) -> list[tuple[int, int]]:
         """Marks of what a module holds beside its counters: with a flag that it has taken its first values it does."""
@@ -183,9 +180,10 @@ class LayerWatch:
         self._is_first = learns and looks and self.looks.are_first and len(sizes) > 1
         self._begin = self._now()
         if self._is_first:  # of others' layers too, in which a trace may count
-            self._begin |= attributes_of(dict(self._root.named_modules(remove_duplicate=False)))
-        if self._is_first or self._counted:
-            self._begin |= self._counters(None if self._is_first else self._counted)
+            self._begin |= attributes_of(dict(self._root.named_modules(remove_duplicate=False))) | self._counters()
+        else:
+            counted: dict[Place, Any] = {place: self._buffers_of(place).get(place[1]) for place in self._counted}
+            self._begin |= {place: Counter(buffer) for place, buffer in counted.items() if _is_one(buffer)}
         self._grown.clear()
         self._left.clear()
         is_needed = bool(self._shared or self._counted or self._is_first)
@@ -262,7 +260,7 @@ def _counters_in(begin: Mapping[Place, Any]) -> list[tuple[Place, Counter]]:
     return [(place, value) for place, value in begin.items() if isinstance(value, Counter)]
 
 
-def _is_one(buffer: torch.Tensor) -> bool:
+def _is_one(buffer: Any) -> bool:
     return has_sum(buffer) and buffer.numel() == 1 and buffer.dtype not in _NO_NUMBERS
 
 
