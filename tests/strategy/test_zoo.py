@@ -40,6 +40,7 @@ EQUAL = [
     "experts_by_index",
     "experts_left_out",
     "parts_of_layers_called",
+    "weights_that_layers_normalise",
     "flow_run_backward",
     "recurrent_and_contiguous",
     "tokens_packed_by_a_mask",

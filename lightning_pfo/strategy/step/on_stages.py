@@ -18,6 +18,7 @@ from lightning_pfo.strategy.engine.executor import AfterBackward
 from lightning_pfo.strategy.model.batch_norm import DeferredBatchNorms
 from lightning_pfo.strategy.model.buffers import StepBuffers, writes_otherwise
 from lightning_pfo.strategy.model.reach.made_weights import MadeWeights
+from lightning_pfo.strategy.model.reach.rewritten import RewrittenWeights
 from lightning_pfo.strategy.model.reach.written import WrittenWeights, watch_data
 from lightning_pfo.strategy.model.split import Split
 from lightning_pfo.strategy.model.tracing.dividing.program import Counts, StageProgram
@@ -64,6 +65,7 @@ class StepOnStages:
         programs: What stages do of each kind of step.
         rules: What is known of how microbatches come together.
         layers: What layers keep in attributes.
+        rewritten: Weights that layers write into.
         earlier: What earlier batches have left.
         has_replicas: Whether there are several replicas.
         skipped: The microbatches that each stage has skipped in the last run.
@@ -93,6 +95,7 @@ class StepOnStages:
         self.rules = KnownRules(self.programs, batching)
         of_weights = made_weights.names if made_weights else ()
         self.layers = LayerWatch(owner, split.modules_inside(owner, stages), of_weights)
+        self.rewritten = RewrittenWeights(owner)
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
         self.differentiates = False
@@ -173,6 +176,8 @@ class StepOnStages:
             contexts: list[AbstractContextManager[Any]] = []
             if stage is not None and changes:
                 contexts.append(buffers.of(stage, ends_here=ends_here))
+            if stage is not None and not (whole and ends_here):
+                contexts.append(self.rewritten.of_microbatch(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if metrics:
                 contexts.append(without_synchronisation(metrics))
@@ -214,7 +219,6 @@ class StepOnStages:
             for of_stages, whole_step in found:
                 changes |= changes_on_the_way(whole_step or of_stages, last, self.owner)
             kept.leave_alone(changes)
-            self.layers.looks.of_step = changes
             if whole is not None:
                 random_state.expect_draws_on_host()
                 trying, running = partial(inside, None, ends_here=False), partial(inside, last, ends_here=True)
@@ -226,7 +230,9 @@ class StepOnStages:
                 of_batch = all_of([each.batch() for each in (self._deferred, self._made_weights) if train and each])
                 counts = train and effects is not None
                 writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
-                with of_batch, earlier_runs.undone_if_it_fails(), writes:
+                rewritten = self.rewritten.of_run(programs, engine.stages, trains=train, counts=phase is not None)
+                with of_batch, earlier_runs.undone_if_it_fails(), writes, rewritten:
+                    self.layers.looks.of_step = {*changes, *self.rewritten.names}
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(
                         programs,

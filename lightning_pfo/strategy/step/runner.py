@@ -239,7 +239,8 @@ class StepRunner:
         return microbatches
 
     def _run_again(self, of: StepOnBatch, run: Callable[[], T]) -> T:
-        return run_again(of, run, self.owner, self.programs, joins=self.batching.joins_microbatches)
+        joins, rewritten = self.batching.joins_microbatches, self._stages.rewritten
+        return run_again(of, run, self.owner, self.programs, rewritten, joins=joins)
 
     @contextmanager
     def _error_of_replicas(self, average: bool) -> Iterator[None]:

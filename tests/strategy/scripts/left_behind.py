@@ -1341,6 +1341,37 @@ class Tidy(Base):
         return self.garbage
 
 
+class Decaying(nn.Module):
+    """Writes into its weight in its forward, which its backward needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4) + 0.1)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        return torch.tanh(x @ self.weight)
+
+
+class Rewrites(Base):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(Decaying() for _ in range(4)))
+        self.losses, self.steps = [], 0
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        return self.layers(batch[0]).square().mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def found(self):
+        return [self.steps, self.losses]
+
+
 CASES = {
     "draws_late": DrawsLate,  # first: who has drawn once is expected to again
     "objects": Objects,
@@ -1374,6 +1405,7 @@ CASES = {
     "unfit": Unfit,
     "large": Large,
     "tidy": Tidy,
+    "rewrites": Rewrites,
 }
 
 

@@ -45,6 +45,7 @@ CASES = (
     "unfit",
     "large",
     "tidy",
+    "rewrites",
 )
 
 

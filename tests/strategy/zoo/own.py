@@ -72,6 +72,21 @@ def buffers_that_layers_resize() -> Any:
     return Regressor(nn.Sequential(*(Ranged(WIDTH) for _ in range(4)))), vectors()
 
 
+class Normalised(nn.Linear):
+    """Normalises its weight in each training forward, as EDM2 does (magnitude-preserving layers)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(functional.normalize(self.weight, dim=1))
+        return torch.tanh(functional.linear(x, functional.normalize(self.weight, dim=1), self.bias))
+
+
+@case("own")
+def weights_that_layers_normalise() -> Any:
+    return Regressor(nn.Sequential(*(Normalised(WIDTH, WIDTH) for _ in range(4)))), vectors()
+
+
 @case("own")
 def traced_by_fx() -> Any:
     """Layers in lists, which lie below modules that nobody calls."""

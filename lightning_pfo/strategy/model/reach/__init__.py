@@ -2,5 +2,5 @@
 
 `places` finds attributes and containers, with `model.variables` those outside of objects.
 `untouched` puts places back, `caches` keeps those of the process empty.
-`made_weights` makes weights where a layer runs.
+`made_weights` makes weights where a layer runs, `rewritten` puts back those that layers write into.
 """

@@ -127,7 +127,7 @@ class Event:
         reads: Whether it turns values of tensors into Python's.
         line: The user's line, if it reads, or changes a value in place after the step has optimized.
         changes_state: Of units, whether they change buffers of their own.
-        changes_weights: Of units, whether they change parameters of their own.
+        changes_weights: Of units, the names of those of their parameters that they change.
         rewrites: Of units, whether they change containers that they are given: what they return stands in `results`
             together with their arguments and named arguments as they are then.
         returns: Which of these they return, if they change and return one; else -1.
@@ -149,7 +149,7 @@ class Event:
     reads: bool = False
     line: str = ""
     changes_state: bool = False
-    changes_weights: bool = False
+    changes_weights: tuple[str, ...] = ()
     rewrites: bool = False
     returns: int = -1
     saved_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,12 +11,15 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.engine.endings import StepEndedError
+from lightning_pfo.strategy.model.reach.rewritten import RewrittenWeights
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.ends import DeviationError, WrittenError
 from lightning_pfo.strategy.model.tracing.tracked import AbsentValueError
 from lightning_pfo.strategy.step.first_batch.sizes import sizes_told
 from lightning_pfo.strategy.step.outcome import StepOnBatch
 from lightning_pfo.strategy.step.programs import Programs
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -33,7 +37,19 @@ class WeighedOtherwiseError(Exception):
     """A batch was run by weights that do not suit its loss; others are known now."""
 
 
-def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs: Programs, *, joins: bool) -> T:
+_OF_OTHERS = (StepEndedError, WrittenError, DeviationError, AbsentValueError, WeighedOtherwiseError)
+"""Errors that have other causes than what layers write into weights."""
+
+
+def run_again(
+    of: StepOnBatch,
+    run: Callable[[], T],
+    owner: nn.Module,
+    programs: Programs,
+    rewritten: RewrittenWeights,
+    *,
+    joins: bool,
+) -> T:
     """Run a step, and once more if need be.
 
     Args:
@@ -41,10 +57,11 @@ def run_again(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, programs:
         run: Runs it.
         owner: The user's module.
         programs: Traces it.
+        rewritten: Weights that layers write into.
         joins: Whether what microbatches come to is joined before the loss.
     """
     with _explained(programs), sizes_told(of, owner, programs, joins=joins):
-        return _by_rows(of, run, owner, programs)
+        return _by_rows(of, lambda: _rewriting(of, run, owner, rewritten), owner, programs)
 
 
 @contextmanager
@@ -92,3 +109,33 @@ def _following(of: StepOnBatch, run: Callable[[], T], programs: Programs) -> T:
         return run()
     except WeighedOtherwiseError:
         return run()
+
+
+def _rewriting(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, rewritten: RewrittenWeights) -> T:
+    """Run a step; once more, if it is the first that trains, where microbatches write different things into weights."""
+
+    def undone_if_it_fails() -> T:
+        try:
+            return run()
+        except BaseException:
+            rewritten.restore()
+            raise
+
+    if of.kind != "train" or len(of.parts) == 1 or not rewritten.are_open:
+        return undone_if_it_fails()
+    failure: Exception | None = None
+    try:
+        with untouched(owner, only_if_it_fails=True):
+            try:
+                done = undone_if_it_fails()
+            except Exception as error:
+                if not isinstance(error, _OF_OTHERS) and rewritten.give_up():
+                    raise
+                failure = error
+    except Exception as error:
+        _log.debug("Each microbatch goes on from what the one before has written into weights. %s", error)
+        done = undone_if_it_fails()
+    if failure is not None:
+        raise failure
+    rewritten.settle()
+    return done

@@ -150,18 +150,28 @@ def _of_statistics(trace: Trace) -> Iterator[tuple[int, float, str]]:
 
 
 def _of_weights(trace: Trace) -> Iterator[tuple[int, float, str]]:
-    """Who writes into a weight knows nothing of what the same layer writes on another rank."""
-    calls: dict[Any, list[int]] = {}
-    for position, event in enumerate(trace.events):
-        for unit in event.units if event.changes_weights else ():
-            calls.setdefault(unit, []).append(position)
-    for unit, positions in calls.items():
+    """Who uses a weight on one rank knows nothing of what a layer writes into it on another."""
+    writing = {(unit, name): None for event in trace.events for unit in event.units for name in event.changes_weights}
+    units = {unit: None for event in trace.events for unit in event.units} if writing else {}
+    holders: dict[int, list[tuple[Any, str]]] = {}
+    for unit in units:
+        for name, parameter in unit.module.named_parameters(remove_duplicate=False):
+            holders.setdefault(id(parameter), []).append((unit, name))
+    of_names = {(unit, name): of_one for of_one in holders.values() for unit, name in of_one}
+    for unit, written in writing:
+        having = of_names.get((unit, written), [(unit, written)])  # not of one that it is given
+        using, names = {each for each, _ in having}, {f"{each.name}.{name}" for each, name in having}
+        users = ", ".join(repr(each.name) for each in units if each in using)
         yield from _of_one_stage(
-            positions,
+            [
+                position
+                for position, event in enumerate(trace.events)
+                if not (using.isdisjoint(event.units) and names.isdisjoint(event.held))
+            ],
             f"{unit.name!r} writes into its weights when it is called, as an embedding with max_norm does, and a "
-            f"boundary lies between two of its calls: each rank would change other rows. Normalise the weights "
-            f"before the step (in on_train_batch_start), or what is looked up; or {_MOVE}, so that one stage has "
-            f"all calls.",
+            f"boundary lies between two calls that use them (of {users}): each rank would change other rows. Normalise "
+            f"the weights before the step (in on_train_batch_start), or what is looked up; or {_MOVE}, so that one "
+            f"stage has all calls.",
         )
 
 

@@ -77,7 +77,7 @@ class Outline:
         given_gradients: Those of them that need gradients from then on.
         saved_bytes: What autograd keeps for its backward, beside parameters.
         changes_state: Whether it changes buffers of its own.
-        changes_weights: Whether it changes parameters of its own.
+        changes_weights: The names of those of its parameters that it changes.
         varying: For each leaf the dimensions whose size depends on values; empty if none has any.
         from_values: Whether it was found with values, on which it may depend.
         rewrites: Whether it changes containers that it is given; then what it returns stands here together with what
@@ -96,7 +96,7 @@ class Outline:
     given_gradients: tuple[int, ...] = ()
     saved_bytes: int = 0
     changes_state: bool = False
-    changes_weights: bool = False
+    changes_weights: tuple[str, ...] = ()
     varying: tuple[frozenset[int], ...] = ()
     from_values: bool = False
     rewrites: bool = False
@@ -270,7 +270,7 @@ def _call(
         hiding=hidden,
         detached=tuple(i for i, way_in in ways_in.items() if way_in not in reached),
         changes_state=bool(rewritten),
-        changes_weights=any(name in rewritten for name, _ in bare.named_parameters()),
+        changes_weights=tuple(n.removeprefix("layer.") for n, _ in bare.named_parameters() if n in rewritten),
     )
 
 
