@@ -76,16 +76,34 @@ def test_parameters_that_layers_change_in_forward_are_named(change, of_step, sai
     root = Root()
     root.layer.scale, root.rows = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 2, max_norm=1.0)
     watch = layer_watch.LayerWatch(root, {"layer": root.layer, "rows": root.rows})
-    watch.begin((2, 2), looks=True)
     watch.looks.of_step = ["layer.scale"] if of_step else []
-    for index in range(2):
-        with watch.of_microbatch(index), torch.no_grad():
-            root.rows(torch.tensor([0, 1]))
-            if index == 0:
-                change(root.layer.scale)
-    watch.look()
-    assert len(said) == (not of_step)
+    for batch in range(2):  # the first one alone may limit it, as it does in each batch
+        watch.begin((2, 2), looks=True)
+        for index in range(2):
+            with watch.of_microbatch(index), torch.no_grad():
+                root.rows(torch.tensor([0, 1]))
+                if batch == index == 0:
+                    change(root.layer.scale)
+        watch.look()
+        assert len(said) == (batch == 1 and not of_step)
     assert all("parameter self.layer.scale in its forward" in text and "on_train_start" in text for text in said)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_weight_that_is_limited_anew_in_each_batch_is_not_named(is_told, said):
+    root = Root()
+    root.layer.scale = nn.Parameter(torch.ones(2))
+    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    for batch in range(2):
+        watch.begin((2, 2), looks=True)
+        for index in range(2):
+            with watch.of_microbatch(index):
+                root.layer.scale.data.clamp_(max=0.5 - 1e-6 * index)
+                if batch == 1 and is_told:
+                    root.layer.scale.data.mul_(0.9)  # which each microbatch does once more
+        watch.look()
+        root.layer.scale.data.mul_(3)
+    assert bool(said) == is_told
 
 
 def test_what_optimizers_write_between_batches_and_values_that_are_no_numbers_name_no_layer(said):

@@ -20,6 +20,8 @@ from lightning_pfo.strategy.step.effects.layers.counters import has_sum, values_
 
 _LOOKED_AT = 3
 """So many batches; what is set in the first of them only is a cache."""
+_SAME = 1e-3
+"""So much less, or nothing, do later microbatches change a weight that the first one has limited, as its norm."""
 Place = tuple[str, str]
 """A layer and its attribute, by name."""
 
@@ -46,6 +48,7 @@ class LayerLooks:
         self._changed: dict[Place, set[int]] = {}
         self._written: set[str] = set()
         self._differs: list[tuple[list[str], torch.Tensor]] = []
+        self._first_values: set[str] = set()
         self.of_step: Collection[str] = ()
         self.are_on = False
 
@@ -66,7 +69,7 @@ class LayerLooks:
             yield
         finally:  # an exception ends a stage
             now, marks = self._buffer_states(), self._parameter_marks()
-            self._written |= {name for name, mark in parameters.items() if marks.get(name, mark) != mark}
+            self._written |= {name for name in parameters.keys() - sums if marks.get(name) != parameters[name]}
             if sums:
                 self._compare(sums, self._parameter_sums())
             for place, state in buffers.items():
@@ -110,17 +113,25 @@ class LayerLooks:
             return
 
     def _compare(self, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
-        """Note which sums differ, where they are: nobody waits for a GPU before the batch is done."""
+        """Note by how much sums differ, where they are: nobody waits for a GPU before the batch is done."""
         names = [name for name in before if name in now]
         if names:
             old, new = (torch.stack([of[name] for name in names]) for of in (before, now))
-            self._differs.append((names, (old != new) & ~(old.isnan() & new.isnan())))
+            by = torch.where(old.isnan() & new.isnan(), 0.0, (new - old).abs())
+            self._differs.append((names, by.nan_to_num(nan=torch.inf)))
 
     def _look_at_parameters(self) -> None:
-        differs = torch.cat([flags for _, flags in self._differs]).tolist() if self._differs else []
+        numbers = torch.cat([of_microbatch for _, of_microbatch in self._differs]).tolist() if self._differs else []
         names = [name for of_microbatch, _ in self._differs for name in of_microbatch]
         self._differs.clear()
-        self._written |= {name for name, is_other in zip(names, differs, strict=True) if is_other}
+        changes: dict[str, list[float]] = {}
+        for name, by in zip(names, numbers, strict=True):
+            if by:
+                changes.setdefault(name, []).append(by)
+        once = {name for name, (first, *later) in changes.items() if sum(later) <= _SAME * first}
+        # what is limited is so in each batch, after each step of the optimizer
+        self._written |= (changes.keys() - once) | (self._first_values - changes.keys())
+        self._first_values = once if self._batches == 1 else set()
         name = min(self._written - set(self.of_step), default="")
         self._written.clear()
         if name:
