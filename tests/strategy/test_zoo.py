@@ -41,6 +41,7 @@ EQUAL = [
     "experts_left_out",
     "parts_of_layers_called",
     "weights_that_layers_normalise",
+    "complex_values_that_layers_conjugate",
     "flow_run_backward",
     "recurrent_and_contiguous",
     "tokens_packed_by_a_mask",

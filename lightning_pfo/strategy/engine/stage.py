@@ -28,6 +28,7 @@ from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.parallel.groups import in_memory
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
 """What one instruction of a stage and kind computes."""
@@ -246,7 +247,7 @@ class Stage:
             if gradient is not None:
                 found.add(label)
             if program.has_gradient(label, sent=False):
-                gradients.append(torch.zeros_like(tensor) if gradient is None else gradient.contiguous())
+                gradients.append(torch.zeros_like(tensor) if gradient is None else in_memory(gradient))
         if not is_skipped:
             self._differentiated.setdefault(id(program), (program, set()))[1].update(found)
         return tuple(gradients)

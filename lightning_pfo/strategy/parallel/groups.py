@@ -163,6 +163,11 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (),
     )
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with its numbers in memory: those of `x.conj()` are conjugated as they are read."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo does not know all types."""
     row = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, and is contiguous
@@ -171,7 +176,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def content_of(tensor: torch.Tensor) -> Any:
     """The bytes of a tensor, in host memory; not by `numpy()`, after which torch lets no layer resize its buffers."""
-    return np.from_dlpack(as_bytes(tensor.detach().cpu().resolve_conj().contiguous()))
+    return np.from_dlpack(as_bytes(in_memory(tensor.detach().cpu())))
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -400,7 +405,7 @@ def copy_from(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int
     """Give all processes of a group the values that one of them has; a collective call."""
     own = local(tensor.detach())
     if own.layout == torch.strided:
-        value = own.contiguous()
+        value = in_memory(own)
         dist.broadcast(as_bytes(value), src=global_rank(group, source), group=group)
         if value is not own:
             own.copy_(value)

@@ -72,6 +72,30 @@ def buffers_that_layers_resize() -> Any:
     return Regressor(nn.Sequential(*(Ranged(WIDTH) for _ in range(4)))), vectors()
 
 
+class Conjugating(nn.Module):
+    """Returns what is conjugated as it is read (torch's lazy bit), and a view of it that is negated so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real, self.imaginary = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        z, x = value
+        out = torch.complex(torch.tanh(self.real(z.real) - x), torch.tanh(self.imaginary(z.imag) + z.real)).conj()
+        return out, out.imag
+
+
+class Conjugates(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        z, x = super().forward((torch.complex(x, x.flip(1)), x))
+        return z.imag + z.real + x
+
+
+@case("own")
+def complex_values_that_layers_conjugate() -> Any:
+    return Regressor(Conjugates(*(Conjugating() for _ in range(4)))), vectors()
+
+
 class Normalised(nn.Linear):
     """Normalises its weight in each training forward, as EDM2 does (magnitude-preserving layers)."""
 

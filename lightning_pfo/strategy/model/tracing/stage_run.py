@@ -63,6 +63,7 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line
+from lightning_pfo.strategy.parallel.groups import in_memory
 
 Tensors = tuple[torch.Tensor, ...]
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -314,7 +315,7 @@ class StageRun:
                     or (torch.is_grad_enabled() and tensor.requires_grad != program.is_differentiable(label, sent=True))
                 ):
                     raise differs(tensor, form)
-                tensor = tensor.contiguous()
+                tensor = in_memory(tensor)
                 sent.append(tensor.clone() if memory_of(tensor) in lasting else tensor.view_as(tensor))
         self._remember()
         return tuple(sent)

@@ -99,7 +99,7 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
             if leaf.dim() == 0 and leaf.is_floating_point() and leaf.device == device:
                 parcel.numbers.append(leaf)
                 return _Number(leaf.dtype)
-            parcel.tensors.append(leaf.contiguous())
+            parcel.tensors.append(leaf.resolve_conj().resolve_neg().contiguous())
             return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
         streams = [name for name in _STREAMS if leaf is getattr(sys, name)]
         return _Stream(streams[0]) if streams else leaf
