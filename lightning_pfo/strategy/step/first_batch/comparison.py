@@ -42,7 +42,7 @@ from lightning_pfo.strategy.step.values import ValueExchange
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-_TRIES = 3
+_TRIES, _TRIES_OF_EVALUATIONS = 3, 8
 """So many batches are looked at, where the first does not tell all."""
 _AGAIN = frozenset(4**power for power in range(1, 16))
 """Numbers of the batches that are compared again: 4, 16, 64, 256 and so on."""
@@ -94,6 +94,7 @@ class Comparison:
         self._number: Counter[Source] = Counter()
         self._untold: set[Source] = set()
         self._number_trained = 0
+        self._trained_before: Counter[Source] = Counter()
         self._asked: defaultdict[Source, dict[tuple[str, float], int]] = defaultdict(dict)
         self._looks_later = True
         self._leaves_something = runner.aggregates  # what their `compute` says in a step
@@ -117,7 +118,7 @@ class Comparison:
         kind, source = first.kind, first.source
         self._number_trained += kind == "train"
         self._number[source] += 1
-        is_late = not self._tries.setdefault(source, _TRIES)
+        is_late = not self._tries.setdefault(source, _TRIES if kind == "train" else _TRIES_OF_EVALUATIONS)
         telling, tells_of_none = self._telling(first)
         self._is_telling = bool(telling) or tells_of_none
         if is_late and self._is_again_due(first):
@@ -126,6 +127,8 @@ class Comparison:
         if is_second and self._leaves_something and self._looks_later and self._are_alike(first):
             self._check_state(first)
         is_due = bool(self._tries[source])
+        if is_due:
+            self._trained_before[source] = self._number_trained
         self._is_compared = is_due or self._is_telling
         if not self._is_compared:
             return
@@ -147,8 +150,9 @@ class Comparison:
             return number in _AGAIN and (is_later or source in self._untold)
         ways = 0 if self._divided else min(len(self._runner.rules.ways), MOST_NEWS)  # of random layers there are many
         before, self._ways[source] = self._ways[source], ways
+        has_learnt = self._number_trained > 2 * self._trained_before[source]  # what it found may have been by chance
         finds_rows = number == _SECOND and not self._divided and of.rows.can_be_divided()
-        return ways > before or number in _AGAIN or finds_rows
+        return ways > before or number in _AGAIN or finds_rows or has_learnt
 
     def _are_alike(self, of: StepOnBatch) -> bool:
         """Whether replicas can run a batch together: all have as many microbatches, and several."""

@@ -8,6 +8,7 @@ has, that rule holds from there on; where none does, the number is named.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ class NumberCheck:
     Attributes:
         open: The rules that were found to fit, the likelier first: later batches tell whether that was by chance.
         unfit: The numbers that none fits.
-        untold: The numbers that were 0 so far, by microbatches too, which tells nothing of them.
+        untold: The numbers that tell little so far: 0 by microbatches too, or that of one device maybe by chance.
         changed: Those that were like one device's in an earlier batch, and to which another rule fits now.
     """
 
@@ -94,14 +95,20 @@ class NumberCheck:
             if number.dim():
                 self.rules.note_shape(place, tuple(number.shape))
         found = {}
+        first = wholes[0] if wholes else {}
+        of_one_number = _lists_of_one_number(first)
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
             said = _difference(place, by_parts, wholes, of_parts, tolerance)
             of = _without_form(place)
-            if not _are_roundings([each[place] for each in (*by_parts, *wholes, *of_parts) if place in each]):
-                self.untold.discard(place)
+            of_each = [numbers[place] for numbers in of_parts if place in numbers]
+            are_zeros = _are_roundings([*(each[place] for each in (*by_parts, *wholes) if place in each), *of_each])
+            if not are_zeros:
                 self._seen.add(of)
-            elif of == place:
-                self.untold.add(place)
+            if are_zeros or _list_of(place) in of_one_number or _tells_little(of_each, first.get(place)):
+                if of == place:
+                    self.untold.add(place)
+            else:
+                self.untold.discard(place)
             if said and of not in self.unfit:
                 found[of] = said
         return found
@@ -279,6 +286,33 @@ def _are_roundings(numbers: Sequence[torch.Tensor]) -> bool:
         all(float(number.abs().max()) < _SMALLEST for number in found)
         and min(float(number.min()) for number in found) <= 0 <= max(float(number.max()) for number in found)
     )
+
+
+def _list_of(place: str) -> str:
+    """Where the list is of which a number is an item; none: ""."""
+    return place.rpartition("[")[0] if place.endswith("]") else ""
+
+
+def _lists_of_one_number(numbers: Numbers) -> set[str]:
+    """The lists of which all items are the same number."""
+    found: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+    for place, number in numbers.items():
+        if not number.dim() and (name := _list_of(place)):
+            found[name].append(number)
+    return {name for name, items in found.items() if len(items) > 1 and all(each == items[0] for each in items)}
+
+
+def _tells_little(of_each: Sequence[torch.Tensor], whole: torch.Tensor | None) -> bool:
+    """Whether it may be by chance that numbers are those of one device, as where a decoder finds one class only.
+
+    Rows are all the same; or microbatches have one number in common, and one device has their sum.
+    """
+    if whole is None:
+        return False
+    if whole.dim():
+        return whole.numel() > 1 and bool((whole == whole.flatten()[0]).all())
+    numbers = [float(number) for number in of_each if not number.dim()]
+    return len(numbers) > 1 == len(set(numbers)) and float(whole) == sum(numbers)
 
 
 def _in_words(place: str, ours: torch.Tensor, theirs: torch.Tensor, index: int) -> str:

@@ -36,3 +36,12 @@ def test_small_numbers_have_rules_too():
     check = NumberCheck(Rules())
     assert check.find_rules([situation((8e-8, 4e-8), 6e-8)], 1e-5) == {}
     assert check.rules.of(PLACE, 1.0, ask=False) == "mean"
+
+
+def test_equal_numbers_whose_sum_fits_tell_little_until_they_differ():
+    check = NumberCheck(Rules())
+    assert check.find_rules([situation((8.0, 8.0), 16.0, weight=0.5)], 1e-6) == {}
+    assert check.untold == {PLACE}
+    assert check.rules.of(PLACE, 1.0, ask=False) == "sum"
+    assert list(check.find_rules([situation((8.0, 9.0), 12.0, weight=0.5)], 1e-6)) == [PLACE]
+    assert not check.untold
