@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.variables import told_of_error, users_line
@@ -141,6 +142,20 @@ def ended_early(name: str, failure: str) -> ConfigurationError:
         f"A step is traced on numbers that stand for the values of layers, first zeros and then numbers from 1 to 2, "
         f"until all layers are called. Here it fails on both, so nobody knows that {name!r} is needed where another "
         f"stage has it. {failure} Do that behind the last layer, or in the forward of a layer, which has true values."
+    )
+
+
+def cannot_be_sent(tensor: torch.Tensor) -> ConfigurationError:
+    """What is said of a divided or sparse tensor that crosses a boundary."""
+    if isinstance(tensor, DTensor):
+        what = f"a DTensor with placements {tensor.placements}"
+        way = "Give the layer's plan use_local_output=True in configure_model"
+    else:
+        what = f"one of layout {tensor.layout}"
+        way = "Let the layer return a dense one (x.to_dense()), or its indices and values"
+    return ConfigurationError(
+        f"What a stage sends to the next one is a plain tensor; got {what}. {way}, or move the stage boundary with "
+        f"partition='custom:...'."
     )
 
 

@@ -29,6 +29,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     OtherPathError,
     PhaseEnded,
     StageEnded,
+    cannot_be_sent,
     deviates,
     differs,
     ended_early,
@@ -67,8 +68,8 @@ from lightning_pfo.strategy.parallel.groups import in_memory
 
 Tensors = tuple[torch.Tensor, ...]
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]
-_BY_ORDER = (torch.Tensor.contiguous, torch.Tensor.to)
-"""Return what they are given, or a copy: so they do by how it lies in memory, which a kernel may decide."""
+_BY_ORDER = (torch.Tensor.contiguous, torch.Tensor.to, torch.Tensor.to_dense)
+"""Return what they are given, or a copy: so they do by how it lies in memory, which a kernel or a layer may decide."""
 
 
 class _NoHandle:
@@ -302,12 +303,8 @@ class StageRun:
             if label not in self._kept:
                 raise self._deviates()
             tensor, form = value_of(self._kept[label]), program.forms[label]
-            if isinstance(tensor, DTensor):
-                raise ConfigurationError(
-                    f"What a stage sends to the next one is a plain tensor; got a DTensor with placements "
-                    f"{tensor.placements}. Give the layer's plan use_local_output=True in configure_model, or move the "
-                    f"stage boundary with partition='custom:...'."
-                )
+            if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+                raise cannot_be_sent(tensor)
             with DisableTorchFunctionSubclass():
                 if (
                     (tensor.shape != form.shape and label not in program.varying)

@@ -1289,6 +1289,20 @@ def looks_up_what_is_renormed_twice(net, x, y):
     return net.loss(x + net.renormed(y + 1), y)
 
 
+class Sparse(nn.Module):
+    def forward(self, x):
+        return (x.detach() > 0).float().to_sparse()
+
+
+@case(refused=r"got one of layout torch.sparse_coo. Let the layer return a dense one", sparse=Sparse)
+def sparse_values_that_a_layer_returns(net, x, y):
+    x = net.stem(x)
+    mask = net.sparse(x)
+    for layer in net.layers:
+        x = layer(x)
+    return net.loss(x * mask.to_dense(), y)
+
+
 @case()
 def operations_that_zeros_are_refused_by(net, x, y):
     """A matrix of zeros has no inverse, and nothing is drawn where nothing is likely."""
