@@ -15,6 +15,7 @@ EQUAL = [
     "sequential",
     "large_values",
     "batch_norm",
+    "batch_norm_in_both_modes",
     "buffer_in_the_middle",
     "buffers_that_layers_resize",
     "traced_by_fx",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "WithoutValues",
     "flop_registry",
     "tree_flatten",
     "tree_leaves",
@@ -41,7 +42,8 @@ PRIVATE = {
         "The operations of an instruction could not be counted; `FlopCounterMode`, which is public, hooks into modules."
     ),
     "torch._subclasses.fake_tensor.FakeTensorMode": (
-        "What a module returns could only be found by computing it, with the memory that this takes."
+        "What a module returns could only be found by computing it, with the memory that this takes. Its property "
+        "`avoid_device_init`, where there is one, is asked once."
     ),
     "torch._subclasses.fake_tensor.FakeTensor": (
         "Tensors without values could not be told from others, nor could the memory that they stand for be counted."
@@ -81,6 +83,15 @@ READS_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operator by which Python gets the value of a tensor."""
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor)
+
+
+class WithoutValues(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode in which tensors have no values; one for all, as making one takes as long as running a small layer."""
+
+    @cached_property
+    def avoid_device_init(self) -> bool:  # type: ignore[override]
+        """Whether there is no accelerator: torch asks at each operation, and a CUDA build without a GPU looks anew."""
+        return super().avoid_device_init
 
 
 def version_of(tensor: torch.Tensor) -> int:

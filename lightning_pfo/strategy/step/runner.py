@@ -39,6 +39,7 @@ from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
 from lightning_pfo.strategy.step.first_batch.not_a_number import refuse_nan
+from lightning_pfo.strategy.step.first_batch.sizes import refuse_optimizing_less, refuse_skipping
 from lightning_pfo.strategy.step.gradients import (
     Newcomers,
     WayMade,
@@ -133,6 +134,7 @@ class StepRunner:
         self._rows = RowsLeft()
         self._short = ShortBatches(batching)
         self._is_first_batch = True
+        self._sizes_checked: set[tuple[int, ...]] = set()
         self._by_units = UnitEvaluations(engine, owner)
 
     @ending_as_raised
@@ -188,6 +190,7 @@ class StepRunner:
         of = StepOnBatch("train", step, microbatches, step_seed, batch, rest, rows=self._rows)
         between = None if self.batching.joins_microbatches else between
         if between is not None:
+            self._check_sizes(of)
             whole, (*earlier_phases, of) = of, self._phases.find(of)
             if earlier_phases:
                 self._first_looks.look(replace(whole, is_of_phases=True))
@@ -222,10 +225,19 @@ class StepRunner:
             self._is_first_batch = False  # a batch that is skipped is none
         self._leave_behind(outcome, batch, train=True)
         if loss is None:
+            if between is None:
+                refuse_skipping(of, self.programs)
             return None
         loss = attach_gradients(loss, gradients, loss_scale, then)
         loss = loss.reshape(outcome["shape"]) if outcome["shape"] else loss
         return outcome["output"] | {"loss": loss} if outcome["is_dict"] else loss
+
+    def _check_sizes(self, of: StepOnBatch) -> None:
+        """Check a step that optimizes by itself, once for batches of a size."""
+        sizes = of.parts.sizes
+        if len(sizes) > 1 and sizes not in self._sizes_checked:
+            self._sizes_checked.add(sizes)
+            refuse_optimizing_less(of, self.programs)
 
     def _split(self, kind: str, batch: Any, num_microbatches: int) -> Microbatches:
         """A batch's microbatches; where replicas gather layers for each, all have as many as the one with fewest."""

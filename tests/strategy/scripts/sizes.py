@@ -136,6 +136,31 @@ class ByValues(Plain):
         return loss
 
 
+class Skips(Plain):
+    """Leaves incomplete batches out, by a size that no microbatch has."""
+
+    def training_step(self, batch, batch_idx):
+        return None if len(batch[0]) < 8 else super().training_step(batch, batch_idx)
+
+
+class InPieces(Plain):
+    """Optimizes for each piece of its batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for piece in batch[0].split(4):
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step([piece], batch_idx))
+            self.optimizers().step()
+
+
+class ReturnsEarly(InPieces):
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) == 8:
+            super().training_step(batch, batch_idx)
+
+
 CASES = (
     AtTheEnd,
     RightBehindTheLayers,
@@ -149,6 +174,9 @@ CASES = (
     OfOneElement,
     OnAnySize,
     ByValues,
+    Skips,
+    InPieces,
+    ReturnsEarly,
 )
 
 

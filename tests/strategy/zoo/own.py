@@ -592,6 +592,23 @@ def batch_norm() -> Any:
     return Regressor(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))), vectors(batch_size=32)
 
 
+class SwitchesModes(Regressor):
+    """Labels its batch by itself in evaluation mode, as for pseudo-labels, and trains on in training mode."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            labels = self.model(batch[0]).tanh()
+        self.model.train()
+        return functional.mse_loss(self.model(batch[0]), batch[1] + labels)
+
+
+@case("own")
+def batch_norm_in_both_modes() -> Any:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(5)]
+    return SwitchesModes(nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))), vectors(batch_size=32)
+
+
 class Checkpointed(InALoop):
     def step(self, layer: nn.Module, x: Tensor) -> Tensor:
         return x + torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)

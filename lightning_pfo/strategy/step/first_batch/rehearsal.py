@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 
 from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
 from lightning_pfo.strategy.compat.tensors import tree_map_only
@@ -30,6 +31,7 @@ from lightning_pfo.strategy.step.first_batch.differences.rounding import (
     types_noted,
 )
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Compared, Slopes
+from lightning_pfo.strategy.step.first_batch.modes import modes_set
 from lightning_pfo.strategy.step.on_stages import StepOnStages
 from lightning_pfo.strategy.step.outcome import StepOnBatch, StepRun, loss_in
 from lightning_pfo.strategy.step.programs import Whole
@@ -231,6 +233,14 @@ class Rehearsal:
         self.is_narrow, self.evaluates = last
         return self.run(first, first.parts, 0, whole)
 
+    def _modes_of_layers(self, *, evaluates: bool) -> dict[nn.Module, bool]:
+        """Which modules are in training mode; what the step does `if self.training` counts."""
+        modes = {}
+        for name, module in self._owner.named_modules():
+            is_other = module is self._owner or not (self.evaluates or type(module).__module__.startswith("torch."))
+            modes[module] = (is_other or name in self.in_training) and module.training and not evaluates
+        return modes
+
     def _modes(self, first: StepOnBatch) -> list[tuple[bool, bool]]:
         """Whether it is narrow, and whether layers are in evaluation mode: as it may run, the best first.
 
@@ -284,11 +294,7 @@ class Rehearsal:
             results.append(tree_map_only(torch.Tensor, torch.Tensor.detach, result))
             return torch.zeros(())
 
-        with untouched(self._owner):
-            for name, module in self._owner.named_modules():  # what the step does `if self.training` counts
-                is_other = module is self._owner or not (self.evaluates or type(module).__module__.startswith("torch."))
-                is_other = is_other or name in self.in_training
-                module.training = is_training and is_other and module.training and not evaluates
+        with untouched(self._owner), modes_set(self._modes_of_layers(evaluates=evaluates or not is_training)):
             known = dict(self._runner.earlier.meters)
             effects = Effects(self._owner, self._runner.programs.modules, meters=known)
             effects.draw_others(draw)

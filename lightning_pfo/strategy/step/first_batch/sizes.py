@@ -1,4 +1,4 @@
-"""Steps that count on the size of the batch: one that fails on microbatches, and would not on all of their samples.
+"""Steps that count on the size of the batch: one that fails on microbatches, or does less, and not on all samples.
 
 Traces tell, on each rank by itself: of a microbatch, and of the batch in one piece.
 """
@@ -50,6 +50,47 @@ def sizes_told(of: StepOnBatch, owner: nn.Module, programs: Programs, *, joins: 
         raise ConfigurationError(said) from error
 
 
+_ALL = "schedule='gpipe' with num_microbatches=1, where it is given all of the batch"
+
+
+def refuse_skipping(of: StepOnBatch, programs: Programs) -> None:
+    """Check a training step that has skipped a batch: it would skip the whole batch too.
+
+    Raises:
+        ConfigurationError: On every rank, if it would not.
+    """
+    if len(of.parts) == 1:
+        return
+    part, whole = _traces(of, 0, programs)
+    if part.skips and not whole.skips and whole.failure is None:
+        raise ConfigurationError(
+            f"A step runs on each of the {len(of.parts)} microbatches of a batch. This one returns None, which skips "
+            f"the batch, on {_sizes(of, 0)}, and would not on all of them: it looks at the size of what it is given. "
+            f"Leave incomplete batches out by DataLoader(drop_last=True), or use {_ALL}."
+        )
+
+
+def refuse_optimizing_less(of: StepOnBatch, programs: Programs) -> None:
+    """Check a step that optimizes by itself: it does so as often on a microbatch as on the whole batch.
+
+    Raises:
+        ConfigurationError: On every rank, if it does not.
+    """
+    part, whole = _traces(of, 0, programs)
+    numbers = [sum(each.loss is not None for each in trace.optimizing) for trace in (part, whole)]
+    if numbers[0] != numbers[1] and part.failure is None and whole.failure is None:
+        raise ConfigurationError(
+            f"A step runs on each of the {len(of.parts)} microbatches of a batch. This one calls backward "
+            f"{counted(numbers[0], 'time')} on {_sizes(of, 0)}, and {counted(numbers[1], 'time')} on all of them, so "
+            f"it would optimize otherwise: it counts on the size of what it is given (x.split(4), a return for few "
+            f"samples). Let each piece be a batch of its own, or use {_ALL}."
+        )
+
+
+def _sizes(of: StepOnBatch, index: int) -> str:
+    return f"a microbatch of {of.parts.sizes[index]} of {counted(of.parts.size, 'sample')}"
+
+
 def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Programs, *, joins: bool) -> str:
     """What is said of a step that fails because microbatches are smaller than their batch; nothing of another."""
     for index in {size: index for index, size in enumerate(of.parts.sizes)}.values():
@@ -60,7 +101,7 @@ def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Program
             continue
         if told := told_of_single(failure):
             return told
-        sizes = f"a microbatch of {of.parts.sizes[index]} of {counted(of.parts.size, 'sample')}"
+        sizes = _sizes(of, index)
         why = (
             f"This one counts on the size of the batch: on {sizes} it fails with {failure} Let it take sizes from what "
             f"it is given (len(x)). What samples share, and has as many rows by chance (weights of {of.parts.size} "
@@ -78,8 +119,7 @@ def _said(of: StepOnBatch, error: Exception, owner: nn.Module, programs: Program
             return ""
         or_join = ", or with loss_over='batch', where its end is"
         return (
-            f"A step runs on each of the {len(of.parts)} microbatches of a batch. {why} schedule='gpipe' with "
-            f"num_microbatches=1, where it is given all of the batch"
+            f"A step runs on each of the {len(of.parts)} microbatches of a batch. {why} {_ALL}"
             f"{or_join if not joins and _may_join(part, whole, programs, of.parts.sizes) else ''}."
         )
     return ""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_pfo.strategy.compat.modules import modules_of, tensors_of
-from lightning_pfo.strategy.compat.tensors import FakeTensorMode, tree_map_only
+from lightning_pfo.strategy.compat.tensors import WithoutValues, tree_map_only
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.parallel.dtensor import from_local, is_divided_over, local
 from lightning_pfo.strategy.parallel.holder import Holder
@@ -55,7 +55,7 @@ class NoValues:
     """
 
     def __init__(self, precision: MixedPrecisionPolicy | None = None) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = WithoutValues(allow_non_fake_inputs=True)
         self._precision = precision
 
     def like(self, form: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -65,6 +65,21 @@ def test_its_end_runs_on_the_batch_if_it_fails_there_alone(found, case):
         assert not any([is_told(rank[f"{case}, batch"], case) for rank in found[1:]])
 
 
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("Skips", "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all of"),
+        ("InPieces", "calls backward 1 time on a microbatch of 2 of 8 samples, and 2 times on all of them"),
+        ("ReturnsEarly", "calls backward 0 times on a microbatch of 2 of 8 samples, and 2 times on all of them"),
+    ],
+)
+def test_a_step_that_does_less_on_microbatches_is_refused_with_a_way_out_that_holds(found, case, said):
+    for rank in found[1:]:
+        assert rank[case][0] == "ConfigurationError"
+        assert said in rank[case][1]
+    is_as_on_one_device(found, case, f"{case}, one")
+
+
 def test_a_pointer_that_does_not_begin_anew_is_told_of(found):
     for rank in found[1:]:
         kind, text, cause = rank["InAQueue"]

@@ -19,7 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.compat.patches import unwarned
-from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, FakeTensorMode, form_without_values
+from lightning_pfo.strategy.compat.tensors import (
+    DisableTorchFunctionSubclass,
+    FakeTensorMode,
+    WithoutValues,
+    form_without_values,
+)
 from lightning_pfo.strategy.model.tracing.tracked import natively, plain
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.parallel.dtensor import writes
@@ -119,8 +124,8 @@ def rising(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def mode_without_values() -> FakeTensorMode:
-    """One for all: making one takes as long as running a small layer."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """One for all."""
+    return WithoutValues(allow_non_fake_inputs=True)
 
 
 @contextmanager
