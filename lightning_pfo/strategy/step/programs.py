@@ -33,6 +33,8 @@ from lightning_pfo.strategy.step.values import ALIKE, Prints
 _KEPT = 256
 """So many forms of microbatches are remembered; a form takes some kB."""
 
+_SURE = 4
+"""After so many batches that are traced alike, random numbers that the step draws decide nothing of what it calls."""
 
 StepPrograms = tuple[list[StageProgram], list[StageProgram]]
 """What the stages do of a microbatch; and of the whole batch, where the step ends on that."""
@@ -95,6 +97,7 @@ class Programs:
         self._known: OrderedDict[Any, Phases] = OrderedDict()
         self.follows_each_batch = False
         self._followed: set[str] = set()
+        self._alike: dict[Any, tuple[Any, int]] = {}
         self._weights: Sequence[Place] = split.weights
         self.modules = split.modules_at_end(owner)
 
@@ -158,6 +161,7 @@ class Programs:
                 raise error
             if self._traced and by_content:
                 found = self._put_by_content(found)
+            self._note_alike(by_content=bool(self._traced and by_content))
         except Exception as raised:
             self._known.clear()  # that all ranks trace the next one, and alike
             self._weights = self._split.weights
@@ -173,6 +177,20 @@ class Programs:
                 "numbers of backwards. Decide by what microbatches have in common, such as batch_idx."
             )
         return found
+
+    def _note_alike(self, *, by_content: bool) -> None:
+        """Count for how many batches a form was traced alike, on all ranks; where these go by contents it is not."""
+        for key in {*self._traced} & self._known.keys():
+            before, number = self._alike.get(key, (None, 0))
+            now = None if by_content else _calls_of(self._known[key])
+            self._alike[key] = now, 0 if now is None else number + 1 if now == before else 1
+        for key in [*self._alike] if len(self._alike) > _KEPT else ():
+            if key not in self._known:
+                del self._alike[key]
+
+    def _draws_for_paths(self, key: Any, found: Phases) -> bool:
+        """Whether random numbers may decide what a step of a known form calls."""
+        return found[0][0][0].draws and self._alike.get(key, (None, 0))[1] < _SURE
 
     def _put_by_content(self, found: list[Phases]) -> list[Phases]:
         """What has been traced now, with what stages send each other in the order of its contents."""
@@ -241,8 +259,8 @@ class Programs:
 
     def _of(self, key: Any, step: Callable[[], Any], seed: tuple[int, ...], train: bool, whole: Whole | None) -> Phases:
         found = self._known.pop(key, None)
-        # where the step draws numbers midway, these may decide what it calls; where a mask selects, its values sizes
-        if found is None or found[0][0][0].draws or found[0][0][0].selects:
+        # where a mask selects, its values decide sizes
+        if found is None or found[0][0][0].selects or self._draws_for_paths(key, found):
             self._traced.append(key)
             trace = self._trace(step, seed, train)
             if runs_forward_only():
@@ -338,6 +356,12 @@ def _by_content(programs: Sequence[StageProgram], num_stages: int) -> list[Stage
         program.by_content(received=stage < num_stages, sent=stage < num_stages - 1)
         for stage, program in enumerate(programs)
     ]
+
+
+def _calls_of(phases: Phases) -> Any:
+    """A print of what stages call and send, whatever that is made of."""
+    units = [unit.name for stages, _ in phases for event in stages[-1].events for unit in event.units]
+    return _prints_of([phases]).by_label, zlib.crc32(repr(units).encode())
 
 
 def _prints_of(found: Sequence[Phases]) -> Prints:

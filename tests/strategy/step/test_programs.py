@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pfo.strategy import PfoPipelineStrategy
 from lightning_pfo.strategy.step import programs
+from tests.launch import of_ranks, run_script
 from tests.quiet import QUIET
 from tests.saying import saying
 
@@ -126,3 +128,14 @@ def test_a_step_that_reads_what_layers_count_is_told_of_it(case, is_told):
     assert ["A layer counts in self.net.0.calls" in text for text in texts].count(True) == is_told
     assert not any("did not run forward" in text for text in texts), "the comparison with one device has ended"
     assert case.seen in ([], [1, 2, 3])
+
+
+@pytest.mark.slow
+def test_a_step_that_draws_is_traced_until_that_is_seen_to_decide_nothing_and_again_once_it_does(tmp_path):
+    run_script(Path(__file__).parents[1] / "scripts" / "drawing.py", tmp_path)
+    for rank in of_ranks(tmp_path, 2):
+        trusting, always = rank
+        assert trusting["losses"] == always["losses"]
+        assert always["traced"] == [2] * 12
+        assert trusting["traced"][:8] == [2] * 4 + [0] * 4
+        assert trusting["traced"][-1] == 2
