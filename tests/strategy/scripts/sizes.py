@@ -143,6 +143,14 @@ class Skips(Plain):
         return None if len(batch[0]) < 8 else super().training_step(batch, batch_idx)
 
 
+class SkipsLate(Plain):
+    """The same, when it has called its layers."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if len(batch[0]) > 2 else None
+
+
 class InPieces(Plain):
     """Optimizes for each piece of its batch."""
 
@@ -175,6 +183,7 @@ CASES = (
     OnAnySize,
     ByValues,
     Skips,
+    SkipsLate,
     InPieces,
     ReturnsEarly,
 )

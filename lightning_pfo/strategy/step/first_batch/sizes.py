@@ -62,7 +62,7 @@ def refuse_skipping(of: StepOnBatch, programs: Programs) -> None:
     if len(of.parts) == 1:
         return
     part, whole = _traces(of, 0, programs)
-    if part.skips and not whole.skips and whole.failure is None:
+    if part.loss is None and whole.loss is not None and part.failure is None:
         raise ConfigurationError(
             f"A step runs on each of the {len(of.parts)} microbatches of a batch. This one returns None, which skips "
             f"the batch, on {_sizes(of, 0)}, and would not on all of them: it looks at the size of what it is given. "

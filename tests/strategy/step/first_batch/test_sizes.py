@@ -69,6 +69,10 @@ def test_its_end_runs_on_the_batch_if_it_fails_there_alone(found, case):
     ("case", "said"),
     [
         ("Skips", "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all of"),
+        (
+            "SkipsLate",
+            "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all of",
+        ),
         ("InPieces", "calls backward 1 time on a microbatch of 2 of 8 samples, and 2 times on all of them"),
         ("ReturnsEarly", "calls backward 0 times on a microbatch of 2 of 8 samples, and 2 times on all of them"),
     ],
