@@ -68,7 +68,7 @@ def test_its_end_runs_on_the_batch_if_it_fails_there_alone(found, case):
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("Skips", "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all of"),
+        ("Skips", "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all"),
         (
             "SkipsLate",
             "returns None, which skips the batch, on a microbatch of 2 of 8 samples, and would not on all of",
