@@ -32,6 +32,8 @@ from lightning_pfo.strategy.step.outcome import Source, StepOnBatch, StepRun
 from lightning_pfo.strategy.step.programs import Programs
 
 _MOST_WATCHED = 8  # in each batch one waits for their numbers
+_MOST_EVER = 16
+"""So many are watched of a kind of step: where each batch ends with another class, each would be compared."""
 
 
 class KnownRules:
@@ -146,7 +148,8 @@ class KnownRules:
 
     def watch(self, source: Source, labels: Iterable[Labels]) -> None:
         """Let the first batch tell of which microbatches have other numbers of some: they may count by these."""
-        self._watched[source].update(islice(labels, _MOST_WATCHED))
+        watched = self._watched[source]
+        watched.update(islice(labels, min(_MOST_WATCHED, _MOST_EVER - len(watched))))
 
     def asks_for_none(self, source: Source) -> bool:
         """Whether nobody knows how a microbatch without any of the labels counts that losses are means over."""
