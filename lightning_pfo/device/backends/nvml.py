@@ -54,7 +54,15 @@ def visible_gpu_count() -> int:
         logger.warning("NVML is installed but cannot list GPUs: %s.", error)
         return 0
     finally:
+        _leave(pynvml)
+
+
+def _leave(pynvml: NvmlLibrary) -> None:
+    """Leave NVML; what is to be done is done by then, so that an error is told only."""
+    try:
         pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        logger.warning("NVML could not be left: %s.", error)
 
 
 def node_index_of(gpu_uuid: str) -> int:
@@ -69,7 +77,7 @@ def node_index_of(gpu_uuid: str) -> int:
         try:
             return int(pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid)))
         finally:
-            pynvml.nvmlShutdown()
+            _leave(pynvml)
 
 
 def nvml_available() -> bool:
@@ -126,7 +134,7 @@ def unlock_graphics_clock(gpu_uuid: str, found: Mapping[str, int | None]) -> Non
         try:
             pynvml.nvmlDeviceResetGpuLockedClocks(pynvml.nvmlDeviceGetHandleByUUID(gpu_uuid))
         finally:
-            pynvml.nvmlShutdown()
+            _leave(pynvml)
 
 
 class NvmlGpu(LeasedGpu):
@@ -293,5 +301,4 @@ class NvmlGpu(LeasedGpu):
 
     def _leave(self) -> None:
         self._is_open = False
-        with project_errors("Leaving NVML"):
-            self._nvml.nvmlShutdown()
+        _leave(self._nvml)

@@ -35,12 +35,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.energy.fits import MOST_LAG_S, Ticks, joined
 from lightning_pfo.device.energy.known_looks import all_fits
 from lightning_pfo.device.energy.looks import Usage, halves
 from lightning_pfo.device.energy.trace import EnergyTrace
 
 Key = TypeVar("Key", bound=Hashable)
+_LONGEST_TICK_S = 1.0  # counters move more often
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
 
     Returns:
         For each kind with time in the trace its mean power.
+
+    Raises:
+        DeviceError: If a trace of a second or more has no energy at all.
     """
     times_s, energies_j = np.asarray(trace.times_s, dtype=float), np.asarray(trace.energies_j, dtype=float)
     usage = {key: Usage(kind) for key, kind in intervals.items() if kind}
@@ -74,6 +79,13 @@ def mean_powers(trace: EnergyTrace, intervals: Mapping[Key, Sequence[tuple[float
     if not usage:
         return {}
     energies_j, uses = np.diff(energies_j), list(usage.values())
+    if not energies_j.any():
+        if (span_s := float(np.ptp(times_s))) < _LONGEST_TICK_S:
+            return {}
+        raise DeviceError(
+            f"A GPU that works uses energy; got 0 J in {span_s:.3g} s. Its counter stands still, or its power reads "
+            f"0 W, so nothing can be measured on it."
+        )
     unevens = ((), [halves(intervals[key]) for key in usage])
     found = [Ticks(times_s, energies_j, trace.resolution_s, uses, uneven) for uneven in unevens]
     log_likelihoods, powers_w, variances_w2, _ = joined(

@@ -351,6 +351,22 @@ gpu.close()
     assert fake_driver.leases() == []
 
 
+@pytest.mark.parametrize("ask", ["open_gpu('nvml', 1).close()", "nvml_available()"])
+def test_nvml_that_cannot_be_left_ends_nothing(ask: str, fake_driver: FakeDriver) -> None:
+    script = f"""
+import logging, pynvml
+logging.basicConfig()
+def fails():
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+pynvml.nvmlShutdown = fails
+from lightning_pfo.device import open_gpu
+from lightning_pfo.device.backends.nvml import nvml_available
+{ask}
+print("done")
+"""
+    assert run(fake_driver.environment(), "-c", script).endswith("done\n")
+
+
 def test_importing_the_device_layer_loads_neither_pynvml_nor_torch(fake_driver: FakeDriver) -> None:
     script = """
 import sys

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device.energy.attribution import MeanPower, mean_powers
 from lightning_pfo.device.energy.trace import EnergyTrace
 from lightning_pfo.device.energy.trace import snap_to_period as snapped_readings
@@ -309,3 +310,13 @@ def test_ticks_that_were_seen_late_are_known_from_their_neighbours() -> None:
     trace = snapped_readings(times_s, energies_j, resolutions_s)
     assert trace.times_s == pytest.approx([0.1 * count for count in range(40)], abs=0.001)
     assert trace.resolution_s < 0.0005
+
+
+def test_a_counter_that_stands_still_is_told_of_once_it_would_have_moved() -> None:
+    def of(span_s: float) -> dict[str, MeanPower]:
+        times_s = np.linspace(0.0, span_s, 40).tolist()
+        return mean_powers(EnergyTrace(times_s, [7.0] * 40, 0.002), {FORWARD: [(0.0, span_s)]})
+
+    assert of(0.5) == {}
+    with pytest.raises(DeviceError, match=r"got 0 J in \d.* s\. Its counter stands still, or its power reads 0 W"):
+        of(3.0)

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_pfo.strategy.compat.autograd import LACKS_GRADIENTS
 from lightning_pfo.strategy.compat.tensors import tree_map_only
+from lightning_pfo.strategy.engine.endings import StepEndedError
 from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.ends import DeviationError
 from lightning_pfo.strategy.parallel import random_state
@@ -301,6 +302,7 @@ class Rehearsal:
             said = self._runner.said_by_metrics(effects)
             computed: dict[str, torch.Tensor] = {}
             problem = ""
+            ending: StepEndedError | None = None
             dtypes: set[torch.dtype] = set()
             try:
                 with (
@@ -324,9 +326,12 @@ class Rehearsal:
             except Exception as failed:
                 error = self._runner.programs.explained(failed)
                 problem = f"{type(error).__name__}: {error}"
-            everyone = self._engine.all_gather((problem, dtypes), everywhere=self.everywhere)
-            self._dtypes.update(*(found for _, found in everyone))  # layers of other ranks may be in a narrower type
-            problems = [found for found, _ in everyone if found]
+                ending = failed if isinstance(failed, StepEndedError) else None
+            everyone = self._engine.all_gather((problem, dtypes, ending), everywhere=self.everywhere)
+            for ended in (each for *_, each in everyone if each is not None):  # by Ctrl-C: that ends all
+                raise ended
+            self._dtypes.update(*(found for _, found, _ in everyone))  # layers of others may be in a narrower type
+            problems = [found for found, *_ in everyone if found]
         deviates = any(found.startswith(DeviationError.__name__) for found in problems)
         if is_training and not self._runner.differentiates and any(_differentiates(each) for each in problems):
             self._runner.differentiates = True
