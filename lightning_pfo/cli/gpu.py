@@ -76,7 +76,7 @@ def run(settings: Settings) -> None:
         try:
             reports[index] = _report(config, index, settings)
         except DeviceError as error:
-            failures.append(str(error))
+            failures.append(f"GPU {index}: {error}" if num_gpus > 1 else str(error))
     if settings.index not in reports:
         target = None
     if target is not None:
@@ -123,7 +123,12 @@ def _report(config: GpuConfig, index: int, settings: Settings) -> GpuReport:
     try:
         return report_gpu(gpu, index, probe=settings.probe, watch_s=settings.watch_s)
     finally:
-        gpu.close()
+        try:
+            gpu.close()
+        except DeviceError as error:
+            raise DeviceError(
+                f"{error} Its clocks may still be as the probe has set them: lightning-pfo restore-clocks tries again."
+            ) from error
 
 
 def _calibrate(config: GpuConfig, index: int) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_pfo import cli
+from lightning_pfo.cli import gpu as gpu_command
+from lightning_pfo.core.errors import DeviceError
 from lightning_pfo.device import gpu_config_from, load_gpu_config, open_gpu
 from tests.device.fake_driver import FakeDriver, fake_driver
 
@@ -85,10 +87,21 @@ def test_a_gpu_that_fails_does_not_hide_the_others(fake_driver: FakeDriver, tmp_
     )
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "lightning-pfo: error: Reading the energy counter of Fake GPU 1 failed: NVML says 'GPU"
+        "lightning-pfo: error: GPU 1: Reading the energy counter of Fake GPU 1 failed: NVML says 'GPU"
     )
     assert [report["index"] for report in json.loads(done.stdout)] == [0, 2]
     assert "Fake GPU 2" in (tmp_path / "x.yaml").read_text()
+
+
+def test_clocks_that_the_probe_cannot_restore_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def close(self) -> None:
+            raise DeviceError("Unlocking failed.")
+
+    monkeypatch.setattr(gpu_command, "open_gpu", lambda *_: Stuck())
+    monkeypatch.setattr(gpu_command, "report_gpu", lambda *_, **__: None)
+    with pytest.raises(DeviceError, match=r"Unlocking failed\. .* lightning-pfo restore-clocks tries again"):
+        gpu_command.run(gpu_command.Settings(gpu="emulated_a40", probe=True))
 
 
 def test_no_counter_means_power_integration(fake_driver: FakeDriver) -> None:
