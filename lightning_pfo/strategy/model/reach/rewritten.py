@@ -7,7 +7,7 @@ the first batch, as what a layer writes depends on the samples, each goes on fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias, TypeGuard
 
@@ -28,8 +28,6 @@ _OTHERWISE = (
 )
 
 
-Writing: TypeAlias = Sequence[tuple[nn.Module, tuple[str, ...]]]
-"""Layers, and the names of the weights that they write into."""
 Programs: TypeAlias = Sequence[Sequence[StageProgram]]
 """What each stage does, for each microbatch."""
 
@@ -64,13 +62,14 @@ class RewrittenWeights:
             trains: Whether it runs backward.
             counts: Whether what layers write stays.
         """
-        layers = {stage: _writing(of_stage) for stage, of_stage in enumerate(zip(*programs, strict=True))}
+        before = self._begun, self._of_stage
+        are_some = any(program.writing for of_stages in programs for program in of_stages)
+        self._are_tried = self._are_tried or (trains and are_some)
         puts_back = self._puts_back and (trains or not self.are_open)
-        self._are_tried = trains and any(layers.values())
-        weights = _weights_of({stage: layers[stage] for stage in stages}) if puts_back or not counts else {}
+        weights = _weights_of(programs, stages) if are_some and (puts_back or not counts) else {}
         self._begun = [each for of_stage in weights.values() for each in of_stage]
         self._of_stage = weights if puts_back else {}
-        held = {id(each.parameter) for weights in self._of_stage.values() for each in weights}
+        held = {id(each.parameter) for each in self._begun}
         of_model = self._owner.named_parameters(remove_duplicate=False) if held else ()
         self.names = {name for name, each in of_model if id(each) in held}
         try:
@@ -78,6 +77,7 @@ class RewrittenWeights:
         finally:
             if not counts:
                 self.restore()
+                self._begun, self._of_stage = before
 
     @contextmanager
     def of_microbatch(self, stage: int) -> Iterator[None]:
@@ -113,12 +113,17 @@ class RewrittenWeights:
 
     def settle(self) -> None:
         """A batch of several microbatches has been trained on, as others are from now on."""
+        self._puts_back = self._puts_back and self._are_tried
         self.are_open = False
 
     def restore(self) -> None:
         """Let weights be what they were when the latest run began: it has failed, or does not count."""
         for each in self._begun:
             each.put_back()
+
+    def forget(self) -> None:
+        """The run is done."""
+        self._begun, self._of_stage = [], {}
 
 
 class _Weight:
@@ -143,25 +148,19 @@ class _Weight:
         return self._first[0] != now[0] or not torch.equal(self._first[1], now[1])
 
 
-def _writing(programs: Iterable[StageProgram]) -> Writing:
-    """The layers of a stage that write into weights, and the names of these."""
-    events = (event for program in {id(each): each for each in programs}.values() for event in program.computed)
-    return [(unit.module, event.changes_weights) for event in events if event.changes_weights for unit in event.units]
-
-
-def _weights_of(layers: Mapping[int, Writing]) -> dict[int, list[_Weight]]:
-    """Their weights, by stage; not of embeddings that limit norms: each microbatch writes other rows."""
+def _weights_of(programs: Programs, stages: Collection[int]) -> dict[int, list[_Weight]]:
+    """The weights that layers write into, by stage; not of embeddings that limit norms: each writes other rows."""
     found: dict[int, list[_Weight]] = {}
     seen = set[int]()
-    for stage, writing in layers.items():
-        for layer, names in writing:
-            of_layer = dict(layer.named_parameters(remove_duplicate=False))
-            for name in names:
-                parameter, part = of_layer.get(name), name.rpartition(".")[0]
-                is_limited = parameter is not None and getattr(layer.get_submodule(part), "max_norm", None) is not None
-                if _can_be_put_back(parameter) and not is_limited and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    found.setdefault(stage, []).append(_Weight(parameter))
+    writing = ((index, each) for of_stages in programs for index in stages for each in of_stages[index].writing)
+    for stage, (layer, names) in writing:
+        of_layer = dict(layer.named_parameters(remove_duplicate=False))
+        for name in names:
+            parameter, part = of_layer.get(name), name.rpartition(".")[0]
+            is_limited = parameter is not None and getattr(layer.get_submodule(part), "max_norm", None) is not None
+            if _can_be_put_back(parameter) and not is_limited and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.setdefault(stage, []).append(_Weight(parameter))
     return found
 
 

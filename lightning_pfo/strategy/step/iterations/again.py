@@ -120,6 +120,8 @@ def _rewriting(of: StepOnBatch, run: Callable[[], T], owner: nn.Module, rewritte
         except BaseException:
             rewritten.restore()
             raise
+        finally:
+            rewritten.forget()
 
     if of.kind != "train" or len(of.parts) == 1 or not rewritten.are_open:
         return undone_if_it_fails()

@@ -6,14 +6,9 @@ from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.model.reach.rewritten import RewrittenWeights
 
 
-class Unit:
-    def __init__(self, module):
-        self.module = module
-
-
 class Program:
     def __init__(self, module, names):
-        self.computed = [type("Event", (), {"changes_weights": names, "units": [Unit(module)]})]
+        self.writing = [(module, names)]
 
 
 class Model(nn.Module):
@@ -64,6 +59,9 @@ def test_what_depends_on_the_microbatch_goes_on_from_one_to_the_next():
     run()
     assert torch.equal(weight, before + 1 + 2)
     assert not rewritten.give_up()
+    rewritten.settle()
+    run()
+    assert torch.equal(weight, before + 2 * (1 + 2))
 
 
 def test_nothing_remains_of_a_run_that_does_not_count():
@@ -85,3 +83,29 @@ def test_embeddings_that_limit_norms_and_what_a_layer_is_given_are_left_alone():
     rewritten = RewrittenWeights(model)
     with rewritten.of_run([[Program(model.layer, ("weight", "given.0.weight"))]], [0], trains=True, counts=True):
         assert not rewritten.names
+
+
+def test_layers_that_write_for_the_first_time_later_go_on():
+    model, rewritten, programs = begun()
+    with rewritten.of_run([[Program(model.layer, ())]], [0], trains=True, counts=True):
+        pass
+    rewritten.settle()
+    with rewritten.of_run(programs, [0], trains=True, counts=True):
+        assert not rewritten.names
+
+
+def test_what_a_comparison_finds_is_no_begin_of_the_batch():
+    model, rewritten, programs = begun()
+    weight = model.layer.weight
+    before = weight.detach().clone()
+    with rewritten.of_run(programs, [0], trains=True, counts=True), rewritten.of_microbatch(0), torch.no_grad():
+        weight.mul_(0.5)
+    with rewritten.of_run(programs, [0], trains=False, counts=False), rewritten.of_microbatch(0), torch.no_grad():
+        weight.mul_(0.5)
+    assert torch.equal(weight, before * 0.5)
+    rewritten.restore()
+    assert torch.equal(weight, before)
+    rewritten.forget()
+    weight.data.zero_()
+    rewritten.restore()
+    assert not weight.any()

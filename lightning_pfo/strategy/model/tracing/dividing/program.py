@@ -140,6 +140,12 @@ class StageProgram:
             return []
         return [unit.module for event in self.computed if event.changes_state for unit in event.units]
 
+    @cached_property
+    def writing(self) -> list[tuple[nn.Module, tuple[str, ...]]]:
+        """The units that write into parameters of their own, and the names of these."""
+        writing = (event for event in self.computed if event.changes_weights)
+        return [(unit.module, event.changes_weights) for event in writing for unit in event.units]
+
     @property
     def ends_early(self) -> bool:
         """Whether nothing is sent because it ends a phase of a step, and not the step."""
