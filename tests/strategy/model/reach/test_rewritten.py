@@ -8,7 +8,7 @@ from lightning_pfo.strategy.model.reach.rewritten import RewrittenWeights
 
 class Program:
     def __init__(self, module, names):
-        self.writing = [(module, names)]
+        self.writing = [(module, names)] if names else []
 
 
 class Model(nn.Module):
