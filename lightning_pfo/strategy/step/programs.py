@@ -359,9 +359,8 @@ def _by_content(programs: Sequence[StageProgram], num_stages: int) -> list[Stage
 
 
 def _calls_of(phases: Phases) -> Any:
-    """A print of what stages call and send, whatever that is made of."""
-    units = [unit.name for stages, _ in phases for event in stages[-1].events for unit in event.units]
-    return _prints_of([phases]).by_label, zlib.crc32(repr(units).encode())
+    """What stages call, and a print of what they send, whatever that is made of; the same on all ranks."""
+    return _prints_of([phases]).by_label, [stages[-1].units_called for stages, _ in phases]
 
 
 def _prints_of(found: Sequence[Phases]) -> Prints:
