@@ -228,6 +228,7 @@ class ClockController:
 
     def _restore(self) -> Process[None]:
         """Restore, tried again until closed: what the driver refuses now it may do later, and a lock would stay."""
+        before = self.error
         for attempt, pause_s in enumerate(itertools.chain(_RESTORES_AFTER_S, itertools.repeat(_RESTORES_EVERY_S))):
             try:
                 self.gpu.restore()
@@ -240,6 +241,7 @@ class ClockController:
                     return
                 yield from self._wait_to_restore(pause_s)
             else:
+                self.error = before  # what was refused at first is done
                 if attempt:
                     logger.warning("The clocks of %s were restored at attempt %d.", self.gpu.name, attempt + 1)
                 return

@@ -252,6 +252,7 @@ def test_closing_tries_a_few_times_and_ends(
         real_gpu.refused_restores = refused
     assert real_gpu.calls == calls
     assert ("could not be restored: Lost." in caplog.text) == (refused > 2)
+    assert bool(clocks.statistics().failure) == (refused > 2)
     assert "tried again every" not in caplog.text
 
 
