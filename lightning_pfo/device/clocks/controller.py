@@ -228,12 +228,13 @@ class ClockController:
 
     def _restore(self) -> Process[None]:
         """Restore, tried again until closed: what the driver refuses now it may do later, and a lock would stay."""
-        before = self.error
+        refusal: Exception | None = None
         for attempt, pause_s in enumerate(itertools.chain(_RESTORES_AFTER_S, itertools.repeat(_RESTORES_EVERY_S))):
             try:
                 self.gpu.restore()
             except Exception as error:
-                self.error = self.error or error
+                if self.error is None:
+                    self.error = refusal = error
                 if attempt == len(_RESTORES_AFTER_S):
                     again = "" if self._is_closed else f" This is tried again every {_RESTORES_EVERY_S:g} s."
                     logger.error("The clocks of %s could not be restored: %s%s", self.gpu.name, error, again)
@@ -241,7 +242,8 @@ class ClockController:
                     return
                 yield from self._wait_to_restore(pause_s)
             else:
-                self.error = before  # what was refused at first is done
+                if self.error is refusal:  # what was refused is done
+                    self.error = None
                 if attempt:
                     logger.warning("The clocks of %s were restored at attempt %d.", self.gpu.name, attempt + 1)
                 return
