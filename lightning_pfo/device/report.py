@@ -130,7 +130,8 @@ def probe_latency(gpu: Gpu) -> ClockStatistics | None:
     """Measure how long a change of clock takes: some changes between the top clock and three quarters of it; restores.
 
     Returns:
-        What was seen; None if no change was: an idle GPU may show a lower clock than it is locked at.
+        What was seen; None if no change to the lower clock was: a driver may ignore what it takes, and an idle GPU
+        show a lower clock than it is locked at.
     """
     clocks_mhz = gpu.supported_clocks_mhz()
     lower_mhz = next((clock for clock in clocks_mhz if clock <= 0.75 * clocks_mhz[0]), clocks_mhz[-1])
@@ -138,7 +139,8 @@ def probe_latency(gpu: Gpu) -> ClockStatistics | None:
         statistics = measure_latency(gpu, [lower_mhz, clocks_mhz[0]] * _LATENCY_PAIRS)
     except DeviceError:
         return None
-    return statistics if statistics.num_observed else None
+    is_ignored = statistics.not_reached.get(lower_mhz) == _LATENCY_PAIRS  # at the top clock a GPU may be anyway
+    return statistics if statistics.num_observed and not is_ignored else None
 
 
 def watch_counter(gpu: Gpu, watch_s: float) -> tuple[str, float | None]:

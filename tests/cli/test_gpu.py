@@ -61,6 +61,11 @@ def test_the_latency_of_changes_is_reported(fake_driver: FakeDriver) -> None:
     assert json.loads(capped)[0]["clock_latency_s"] is None
 
 
+def test_a_driver_that_ignores_changes_has_no_latency(fake_driver: FakeDriver) -> None:
+    (report,) = json.loads(run(fake_driver.environment("ignores", num_gpus=1), "json=true", "probe=true"))
+    assert report["clock_latency_s"] is None
+
+
 def test_no_permission_says_how_to_get_it(fake_driver: FakeDriver) -> None:
     output = " ".join(run(fake_driver.environment("no_permission", num_gpus=1), "probe=true").split())
     assert "needs root or the capability CAP_SYS_ADMIN" in output
