@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.compat.tensors import version_of, version_restorer
+from lightning_pfo.strategy.compat.tensors import memory_of, reserved_memory, version_of, version_restorer
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.placeholders import is_placeholder
 from lightning_pfo.strategy.model.tracing.tracked import following
@@ -132,11 +132,15 @@ class _Weight:
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self._begun = parameter.detach().clone()
+        self._memory, self._reserved = memory_of(parameter), reserved_memory(parameter)
         self._restore_version: Callable[[], None] = version_restorer(parameter)
         self._first: tuple[int, torch.Tensor] | None = None
 
     def put_back(self) -> None:
-        self.parameter.data.copy_(self._begun)
+        if memory_of(self.parameter) == self._memory:
+            self.parameter.data.copy_(self._begun)
+        else:  # its data was set, and graphs may have views of them
+            self.parameter.data = self._begun.clone()
         self._restore_version()
 
     def is_other(self) -> bool:

@@ -39,6 +39,20 @@ def test_each_microbatch_writes_what_one_device_does_once():
     assert torch.equal(x.grad, 2 * (before * 0.5).sum(0, keepdim=True))
 
 
+def test_what_is_set_as_data_is_another_memory_for_each_microbatch():
+    model, rewritten, programs = begun()
+    weight, x = model.layer.weight, torch.ones(1, 2, requires_grad=True)
+    before, losses = weight.detach().clone(), []
+    with rewritten.of_run(programs, [0], trains=True, counts=True):
+        for _ in range(2):
+            with rewritten.of_microbatch(0):
+                weight.data = weight.data * 0.5
+                losses.append((x @ weight.t()).sum())  # autograd keeps a view
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(x.grad, 2 * (before * 0.5).sum(0, keepdim=True))
+
+
 def test_what_depends_on_the_microbatch_goes_on_from_one_to_the_next():
     model, rewritten, programs = begun()
     weight = model.layer.weight
