@@ -110,6 +110,11 @@ def version_restorer(tensor: torch.Tensor) -> Callable[[], None]:
     return lambda: keeper.__exit__()
 
 
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with its numbers in memory: those of `x.conj()` are conjugated as they are read."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors share that share memory; one of its own for a tensor without, as inside of `vmap`."""
     if isinstance(tensor, DTensor):

@@ -16,7 +16,7 @@ import torch
 
 from lightning_pfo.core.events import EventEmitter, InstructionEvent, InstructionWork
 from lightning_pfo.core.instruction import Instruction, InstructionType
-from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass
+from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, in_memory
 from lightning_pfo.strategy.engine.endings import as_error
 from lightning_pfo.strategy.engine.offload import Offload
 from lightning_pfo.strategy.engine.split_backward import backward_of_inputs
@@ -28,7 +28,6 @@ from lightning_pfo.strategy.model.tracing.placeholders import placeholders_on
 from lightning_pfo.strategy.model.tracing.stage_run import run_stage
 from lightning_pfo.strategy.model.tracing.tracked import Tracked
 from lightning_pfo.strategy.parallel import random_state
-from lightning_pfo.strategy.parallel.groups import in_memory
 
 CountedWork = dict[tuple[int, InstructionType], InstructionWork]
 """What one instruction of a stage and kind computes."""

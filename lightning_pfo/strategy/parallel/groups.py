@@ -26,6 +26,7 @@ from torch import nn
 
 from lightning_pfo.core.errors import PfoError, has_other_batch
 from lightning_pfo.strategy.compat.processes import name_of_group
+from lightning_pfo.strategy.compat.tensors import in_memory
 from lightning_pfo.strategy.parallel.dtensor import local
 
 
@@ -161,11 +162,6 @@ def meet(what: str, group: dist.ProcessGroup | None, votes: Sequence[bool] = (),
         f"not on the main process only.",
         ranks,
     )
-
-
-def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with its numbers in memory: those of `x.conj()` are conjugated as they are read."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

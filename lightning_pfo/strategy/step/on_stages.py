@@ -176,7 +176,7 @@ class StepOnStages:
             contexts: list[AbstractContextManager[Any]] = []
             if stage is not None and changes:
                 contexts.append(buffers.of(stage, ends_here=ends_here))
-            if stage is not None and not (whole and ends_here):
+            if self.rewritten.names and stage is not None and not (whole and ends_here):
                 contexts.append(self.rewritten.of_microbatch(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
             if metrics:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.compat.autograd import Recompute, recompute_with
 from lightning_pfo.strategy.compat.patches import Patches
-from lightning_pfo.strategy.compat.tensors import CHECKS, DisableTorchFunctionSubclass, memory_of
+from lightning_pfo.strategy.compat.tensors import CHECKS, DisableTorchFunctionSubclass, in_memory, memory_of
 from lightning_pfo.strategy.model.tracing.dividing.cutting import differentiates
 from lightning_pfo.strategy.model.tracing.dividing.program import StageProgram
 from lightning_pfo.strategy.model.tracing.ends import (
@@ -64,7 +64,6 @@ from lightning_pfo.strategy.model.tracing.tracked import (
 )
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_map_only, tree_unflatten
 from lightning_pfo.strategy.model.variables import users_line
-from lightning_pfo.strategy.parallel.groups import in_memory
 
 Tensors = tuple[torch.Tensor, ...]
 _GRADIENT = torch.Tensor.grad.__get__  # type: ignore[union-attr]

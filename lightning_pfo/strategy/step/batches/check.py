@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pfo.core.errors import has_other_batch
+from lightning_pfo.strategy.compat.tensors import in_memory
 from lightning_pfo.strategy.step.batches.structures import has_samples, leaves_of
 
 _BITS = 64
@@ -66,8 +67,8 @@ def _sum_of(tensor: torch.Tensor) -> int:
 
     The weights are odd, so no change of one element is multiplied to nothing, and neither equal nor periodic.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    elements = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().flatten()
+    tensor = in_memory(tensor.detach())
+    elements = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).flatten()
     weights = torch.arange(1, min(_CHUNK, elements.numel()) + 1, device=tensor.device) * _MIX
     weights = ((weights ^ (weights >> 29)) * _MIX) | 1
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_pfo.core.errors import ConfigurationError
-from lightning_pfo.strategy.compat.tensors import tree_leaves, tree_map
+from lightning_pfo.strategy.compat.tensors import in_memory, tree_leaves, tree_map
 from lightning_pfo.strategy.model.tracing.placeholders import check_known
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.batches.structures import PLAIN
@@ -99,7 +99,7 @@ def pack(value: Any, device: torch.device | None) -> Parcel:
             if leaf.dim() == 0 and leaf.is_floating_point() and leaf.device == device:
                 parcel.numbers.append(leaf)
                 return _Number(leaf.dtype)
-            parcel.tensors.append(leaf.resolve_conj().resolve_neg().contiguous())
+            parcel.tensors.append(in_memory(leaf))
             return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
         streams = [name for name in _STREAMS if leaf is getattr(sys, name)]
         return _Stream(streams[0]) if streams else leaf

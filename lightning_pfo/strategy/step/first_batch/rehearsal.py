@@ -328,7 +328,8 @@ class Rehearsal:
                 problem = f"{type(error).__name__}: {error}"
                 ending = failed if isinstance(failed, StepEndedError) else None
             everyone = self._engine.all_gather((problem, dtypes, ending), everywhere=self.everywhere)
-            for ended in (each for *_, each in everyone if each is not None):  # by Ctrl-C: that ends all
+            ended = next((each for *_, each in everyone if each is not None), None)
+            if ended is not None:  # by Ctrl-C: that ends all
                 raise ended
             self._dtypes.update(*(found for _, found, _ in everyone))  # layers of others may be in a narrower type
             problems = [found for found, *_ in everyone if found]

@@ -22,34 +22,25 @@ def begun(names=("weight",)):
     return model, RewrittenWeights(model), [[Program(model.layer, names)]] * 2
 
 
-def test_each_microbatch_writes_what_one_device_does_once():
+def set_data(weight):
+    weight.data = weight.data * 0.5
+
+
+@pytest.mark.parametrize("write", [torch.no_grad()(lambda weight: weight.mul_(0.5)), set_data])
+@pytest.mark.parametrize("use", [lambda layer, x: layer(x), lambda layer, x: x @ layer.weight.t()])
+def test_each_microbatch_writes_what_one_device_does_once(write, use):
     model, rewritten, programs = begun()
     weight, x = model.layer.weight, torch.ones(1, 2, requires_grad=True)
     before, losses = weight.detach().clone(), []
     with rewritten.of_run(programs, [0], trains=True, counts=True):
         for _ in range(2):
             with rewritten.of_microbatch(0):
-                with torch.no_grad():
-                    weight.mul_(0.5)
-                losses.append(model.layer(x).sum())
+                write(weight)
+                losses.append(use(model.layer, x).sum())  # autograd keeps the weight, or a view of it
     assert torch.equal(weight, before * 0.5)
     assert rewritten.names == {"layer.weight"}
     for loss in losses:
         loss.backward()  # torch looks at versions
-    assert torch.equal(x.grad, 2 * (before * 0.5).sum(0, keepdim=True))
-
-
-def test_what_is_set_as_data_is_another_memory_for_each_microbatch():
-    model, rewritten, programs = begun()
-    weight, x = model.layer.weight, torch.ones(1, 2, requires_grad=True)
-    before, losses = weight.detach().clone(), []
-    with rewritten.of_run(programs, [0], trains=True, counts=True):
-        for _ in range(2):
-            with rewritten.of_microbatch(0):
-                weight.data = weight.data * 0.5
-                losses.append((x @ weight.t()).sum())  # autograd keeps a view
-    for loss in losses:
-        loss.backward()
     assert torch.equal(x.grad, 2 * (before * 0.5).sum(0, keepdim=True))
 
 

@@ -98,9 +98,9 @@ class NumberCheck:
         first = wholes[0] if wholes else {}
         of_one_number = _lists_of_one_number(first)
         for place in dict.fromkeys(place for numbers in (*by_parts, *wholes) for place in numbers):
-            said = _difference(place, by_parts, wholes, of_parts, tolerance)
             of = _without_form(place)
             of_each = [numbers[place] for numbers in of_parts if place in numbers]
+            said = _difference(place, by_parts, wholes, of_each, tolerance)
             are_zeros = _are_roundings([*(each[place] for each in (*by_parts, *wholes) if place in each), *of_each])
             if not are_zeros:
                 self._seen.add(of)
@@ -245,7 +245,7 @@ def _difference(
     place: str,
     by_parts: Sequence[Numbers],
     wholes: Sequence[Numbers],
-    of_parts: Sequence[Numbers],
+    of_each: Sequence[torch.Tensor],
     tolerance: float,
 ) -> str:
     """How a number differs, in words; nothing if it does not."""
@@ -262,7 +262,6 @@ def _difference(
         return ""
     if not bool(torch.isfinite(ours).all()):  # as the deviation of a single sample, the mean over a mask of none
         return _in_words(place, ours[0], theirs[0], int((~torch.isfinite(ours)).any(0).int().argmax()))
-    of_each = [numbers[place] for numbers in of_parts if place in numbers]
     if _are_roundings([*merged, *whole, *of_each]):
         return ""
     difference = (ours.mean(0) - theirs.mean(0)).abs()
