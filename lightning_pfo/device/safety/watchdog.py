@@ -21,6 +21,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,7 @@ _LOOK_EVERY_S = 0.5
 _TRAINER_S = 2.0  # for the trainer to restore by itself after a signal
 _RETRIES_AFTER_S = (0.2, 0.5, 1.0, 2.0)  # all within the 5 s that we promise
 _LATER_RETRIES_AFTER_S = (5.0, *(10.0,) * 59)  # of a driver that takes longer: a GPU under reset, say
+_TELLS_S = 30.0  # for so long whoever reads what we say through a pipe waits for its end
 
 
 class _Trainer:
@@ -54,6 +56,7 @@ class _Trainer:
         """Undo what it has changed; returns whether nothing is left."""
         lease = self.lease
         later_s = () if hangs else _LATER_RETRIES_AFTER_S  # a trainer that lives is looked at again
+        tells_until_s = time.monotonic() + _TELLS_S
         for retry_after_s in (*_RETRIES_AFTER_S, *later_s, None):
             try:
                 is_restored = self._undo()
@@ -65,6 +68,8 @@ class _Trainer:
                     return False
                 if (retry_after_s,) == later_s[:1]:
                     logger.warning("%s It is tried again for %.0f minutes.", error, sum(later_s) / 60)
+                if time.monotonic() > tells_until_s:
+                    _let_go_of_readers()
                 time.sleep(retry_after_s)
             else:
                 if is_restored:
@@ -113,6 +118,14 @@ def main(lease: str, signals: str) -> None:
 def _folder() -> Path:
     """Where the lease is."""
     return Path(os.environ[DIRECTORY_VARIABLE])
+
+
+def _let_go_of_readers() -> None:
+    """Say no more to a pipe: `... 2>&1 | tee log`, or a program that runs the trainer, waits for its last writer."""
+    if stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
+        logger.warning("This goes on in silence. Whether it has worked: lightning-pfo restore-clocks")
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
 
 def _wait_for_end(trainer: _Trainer, received: socket.socket) -> None:

@@ -76,6 +76,20 @@ def test_the_watchdog_goes_on_trying_where_the_driver_refuses(fake_driver: FakeD
     assert fake_driver.leases() == []
 
 
+@pytest.mark.slow
+def test_who_reads_what_it_says_need_not_wait_where_the_driver_refuses_for_long(
+    fake_driver: FakeDriver, tmp_path: Path
+) -> None:
+    process = start(fake_driver.environment(lost_file=tmp_path / "lost"), "nvml", "slow")
+    wait_while_refused(process, tmp_path / "lost")
+    _, stderr = process.communicate(timeout=120)
+    assert "This goes on in silence." in stderr
+    assert fake_driver.locked_gpus().keys() == {0}
+    (tmp_path / "lost").unlink()
+    wait_until(lambda: not fake_driver.leases())  # the watchdog lives
+    assert fake_driver.locked_gpus() == {}
+
+
 def test_what_the_next_start_has_restored_the_watchdog_leaves_alone(fake_driver: FakeDriver, tmp_path: Path) -> None:
     environment = fake_driver.environment(lost_file=tmp_path / "lost")
     process = start(environment, "nvml", "slow")
