@@ -124,7 +124,7 @@ def _let_go_of_readers() -> None:
     """Say no more to a pipe: `... 2>&1 | tee log`, or a program that runs the trainer, waits for its last writer."""
     if stat.S_ISFIFO(os.fstat(sys.stderr.fileno()).st_mode):
         logger.warning("This goes on in silence. Whether it has worked: lightning-pfo restore-clocks")
-        with open(os.devnull, "w") as nowhere:
+        with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stderr.fileno())
 
 

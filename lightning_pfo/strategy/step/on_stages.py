@@ -30,6 +30,7 @@ from lightning_pfo.strategy.parallel.groups import Shared
 from lightning_pfo.strategy.step.batches.batching import Batching
 from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_once
 from lightning_pfo.strategy.step.effects.effects import Effects
+from lightning_pfo.strategy.step.effects.layers.once import BuffersOnce
 from lightning_pfo.strategy.step.effects.layers.watch import LayerWatch
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.tensors import Earlier
@@ -60,6 +61,7 @@ class StepOnStages:
         batching: How batches are divided, and how much each microbatch counts.
         deferred: Batch norms whose running statistics are those of whole batches.
         made_weights: What makes weights and changes buffers in doing so; None if nothing does.
+        repeats_layers: Whether layers can run once more on the whole batch: they are neither compiled nor divided.
 
     Attributes:
         programs: What stages do of each kind of step.
@@ -85,6 +87,7 @@ class StepOnStages:
         batching: Batching,
         deferred: DeferredBatchNorms | None,
         made_weights: MadeWeights | None,
+        repeats_layers: bool,
     ) -> None:
         self.engine = engine
         self.owner = owner
@@ -94,7 +97,10 @@ class StepOnStages:
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)
         of_weights = made_weights.names if made_weights else ()
-        self.layers = LayerWatch(owner, split.modules_inside(owner, stages), of_weights)
+        once = BuffersOnce(
+            owner, split.units.all, of_weights, repeats=repeats_layers, batch_dim=batching.batch_dim or 0
+        )
+        self.layers = LayerWatch(owner, split.modules_inside(owner, stages), once, of_weights)
         self.rewritten = RewrittenWeights(owner)
         self.earlier = Earlier()
         self.skipped: list[set[int]] = []
@@ -171,11 +177,13 @@ class StepOnStages:
             with following(None):
                 recorder.log(name, plain(value), *args, **kwargs)
 
-        def inside(stage: int | None, *, ends_here: bool) -> AbstractContextManager[None]:
+        def inside(stage: int | None, index: int = 0, *, ends_here: bool) -> AbstractContextManager[None]:
             """Where the user's step runs; without a stage nothing is noted of it."""
             contexts: list[AbstractContextManager[Any]] = []
             if stage is not None and changes:
                 contexts.append(buffers.of(stage, ends_here=ends_here))
+            if stage is not None and (once := self.layers.once.of_microbatch(stage, index)) is not None:
+                contexts.append(once)
             if self.rewritten.names and stage is not None and not (whole and ends_here):
                 contexts.append(self.rewritten.of_microbatch(stage))
             contexts.append(kept.of(ends_here=ends_here, log=log, index=recorder.index, size=recorder.size))
@@ -200,7 +208,7 @@ class StepOnStages:
         def run_step(stage: int, index: int) -> Any:
             recorder.index = index if whole is None else 0
             counting = self.layers.of_microbatch(index) if self.layers.counts else nullcontext()
-            with inside(stage, ends_here=ends and whole is None and stage == last), counting:
+            with inside(stage, index, ends_here=ends and whole is None and stage == last), counting:
                 return step(index)
 
         with random_state.isolated(engine.device) as before:
@@ -231,7 +239,11 @@ class StepOnStages:
                 counts = train and effects is not None
                 writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
                 rewritten = self.rewritten.of_run(programs, engine.stages, trains=train, counts=phase is not None)
-                with of_batch, earlier_runs.undone_if_it_fails(), writes, rewritten:
+                sizes = recorder.sizes if whole is None else whole.sizes
+                reseed = partial(random_state.seed, engine.device, *seed)
+                stays, known = phase is not None, (self.layers.counted, changes)
+                once = self.layers.once.of_run(kind, sizes, reseed, *known, stays=stays)
+                with of_batch, earlier_runs.undone_if_it_fails(), writes, rewritten, once:
                     self.layers.looks.of_step = {*changes, *self.rewritten.names}
                     memory = () if phase is None else phase.memory
                     self.skipped = engine.run(

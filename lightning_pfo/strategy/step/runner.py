@@ -117,7 +117,8 @@ class StepRunner:
         followed = {unit.module for unit in split.units.all}
         made_weights = None if compiled else find_made_weights(owner, followed, patches)
         self._stages = on_stages = StepOnStages(
-            engine, owner, split, parameters, shared, patches, replica_group, batching, deferred, made_weights
+            *(engine, owner, split, parameters, shared, patches, replica_group, batching, deferred, made_weights),
+            repeats_layers=not (compiled or divided),
         )
         self.programs = on_stages.programs
         self._hosts = engine.host_group()

@@ -1,4 +1,4 @@
-"""Which layers are told of: those that change a buffer with each microbatch, not with the batch."""
+"""Which layers are told of, and numbers of theirs that grow."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_pfo.strategy.step.effects.layers import looks
 from lightning_pfo.strategy.step.effects.layers import watch as layer_watch
+from lightning_pfo.strategy.step.effects.layers.once import BuffersOnce
 
 
 class Root(nn.Module):
@@ -22,42 +23,13 @@ def said(monkeypatch):
     return texts
 
 
-def change_in_place(layer):
-    layer.center.add_(1)
-
-
-def set_data(layer):
-    layer.center.data = layer.center + 1
-
-
-def write_into_data(layer):
-    layer.center.data.add_(1)
-
-
-def put_another(layer):
-    layer.center = layer.center + 1
-
-
-@pytest.mark.parametrize("change", [change_in_place, set_data, write_into_data, put_another])
-@pytest.mark.parametrize("in_microbatches", [0, 1, 2])
-def test_buffers_that_change_with_each_microbatch_are_named(change, in_microbatches, said):
-    root = Root()
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
-    watch.begin((2, 2), looks=True)
-    assert watch.counts
-    for index in range(2):
-        with watch.of_microbatch(index):
-            if index < in_microbatches:
-                change(root.layer)
-    change(root.layer)  # by the end of the step, or in a hook
-    watch.look()
-    assert len(said) == (in_microbatches == 2)
-    assert all("self.layer.center: once for each of 2 microbatches" in text for text in said)
+def watch_of(root, modules):
+    return layer_watch.LayerWatch(root, modules, BuffersOnce(root, [], (), repeats=False, batch_dim=0))
 
 
 def test_evaluation_and_later_batches_cost_no_looks():
     root = Root()
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch = watch_of(root, {"layer": root.layer})
     watch.begin((2, 2), looks=False)
     assert not watch.counts
     for _ in range(3):
@@ -75,7 +47,7 @@ def test_evaluation_and_later_batches_cost_no_looks():
 def test_parameters_that_layers_change_in_forward_are_named(change, of_step, said):
     root = Root()
     root.layer.scale, root.rows = nn.Parameter(torch.zeros(2)), nn.Embedding(2, 2, max_norm=1.0)
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer, "rows": root.rows})
+    watch = watch_of(root, {"layer": root.layer, "rows": root.rows})
     watch.looks.of_step = ["layer.scale"] if of_step else []
     for batch in range(2):  # the first one alone may limit it, as it does in each batch
         watch.begin((2, 2), looks=True)
@@ -93,7 +65,7 @@ def test_parameters_that_layers_change_in_forward_are_named(change, of_step, sai
 def test_a_weight_that_is_limited_anew_in_each_batch_is_not_named(is_told, said):
     root = Root()
     root.layer.scale = nn.Parameter(torch.ones(2))
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch = watch_of(root, {"layer": root.layer})
     for batch in range(2):
         watch.begin((2, 2), looks=True)
         for index in range(2):
@@ -109,7 +81,7 @@ def test_a_weight_that_is_limited_anew_in_each_batch_is_not_named(is_told, said)
 def test_what_optimizers_write_between_batches_and_values_that_are_no_numbers_name_no_layer(said):
     root = Root()
     root.layer.scale, root.layer.odd = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.tensor([torch.nan, 1j]))
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch = watch_of(root, {"layer": root.layer})
     for _ in range(2):
         watch.begin((2, 2), looks=True)
         for index in range(2):
@@ -123,7 +95,7 @@ def test_what_optimizers_write_between_batches_and_values_that_are_no_numbers_na
 def test_what_no_rule_gives_of_the_first_batch_is_what_one_microbatch_says(said):
     root = Root()
     root.layer.size, root.layer.total, root.layer.late = 0, 1, None
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer})
+    watch = watch_of(root, {"layer": root.layer})
     watch.begin((2, 2), looks=True, learns=True)
     for index in range(2):
         with watch.of_microbatch(index):
@@ -149,7 +121,7 @@ def test_counters_in_buffers_begin_anew_in_each_microbatch(also, counts_own, sai
     root.other = nn.Module()
     root.layer.register_buffer("steps", torch.tensor(3))
     steps = root.layer.steps
-    watch = layer_watch.LayerWatch(root, {"layer": root.layer, "other": root.other})
+    watch = watch_of(root, {"layer": root.layer, "other": root.other})
     also(root)
     watch.begin((2, 2), looks=True, learns=True)
     seen = []

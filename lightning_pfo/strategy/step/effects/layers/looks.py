@@ -1,4 +1,4 @@
-"""What else layers change in their forward: attributes, buffers and parameters are named, once."""
+"""What else layers change in their forward: attributes and parameters are named, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, change_mark
-from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.step.batches.notices import warn_once
@@ -30,22 +29,17 @@ class LayerLooks:
     """Looks at layers in each of the first batches.
 
     Args:
-        root: The user's module.
         modules: The layers of this rank and what is in them, by name.
-        of_weights: Buffers that making a weight changes, as one device does.
 
     Attributes:
         of_step: Parameters and buffers that the step writes into by itself, as one device does.
         are_on: Whether the batch that is under way is looked at.
     """
 
-    def __init__(self, root: nn.Module, modules: Mapping[str, nn.Module], of_weights: Collection[str]) -> None:
-        self._root = root
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._of_weights = of_weights
         self._before: dict[Place, Any] = {}
         self._batches = 0
-        self._changed: dict[Place, set[int]] = {}
         self._written: set[str] = set()
         self._differs: list[tuple[list[str], torch.Tensor]] = []
         self._first_values: set[str] = set()
@@ -59,29 +53,25 @@ class LayerLooks:
 
     def begin(self, looks: bool) -> None:
         """A batch begins, which may be looked at."""
-        self.are_on, self._changed = looks and self._batches < _LOOKED_AT, {}
+        self.are_on = looks and self._batches < _LOOKED_AT
 
     @contextmanager
-    def of_microbatch(self, index: int) -> Iterator[None]:
+    def of_microbatch(self) -> Iterator[None]:
         """A stage of this rank runs the step on a microbatch of a batch that is looked at."""
-        buffers, parameters, sums = self._buffer_states(), self._parameter_marks(), self._parameter_sums()
+        parameters, sums = self._parameter_marks(), self._parameter_sums()
         try:
             yield
         finally:  # an exception ends a stage
-            now, marks = self._buffer_states(), self._parameter_marks()
+            marks = self._parameter_marks()
             self._written |= {name for name in parameters.keys() - sums if marks.get(name) != parameters[name]}
             if sums:
                 self._compare(sums, self._parameter_sums())
-            for place, state in buffers.items():
-                if now.get(place) != state:
-                    self._changed.setdefault(place, set()).add(index)
 
     def look(self, known: Collection[Place]) -> None:
         """A batch is done; a warning names what it has changed, but what is known to be as on one device."""
         if self._batches == _LOOKED_AT:
             return
         self._batches += 1
-        self._look_at_buffers(known)
         self._look_at_parameters()
         now = {place: _print_of(value) for place, value in attributes_of(self._modules).items() if place not in known}
         changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
@@ -97,20 +87,6 @@ class LayerLooks:
         self._before = now
         if changed or self._batches == _LOOKED_AT:
             self._batches, self._before = _LOOKED_AT, {}
-
-    def _look_at_buffers(self, known: Collection[Place]) -> None:
-        for (name, key), microbatches in self._changed.items():
-            if (name, key) in known:
-                continue
-            is_of_step = f"{name}.{key}" in self.of_step  # of which something else is said
-            if is_of_step or len(microbatches) == 1:  # such as one that the end of the step calls, on the whole batch
-                continue
-            warn_once(
-                f"A layer changes its buffer self.{name}.{key}: once for each of {len(microbatches)} microbatches, as "
-                f"when gradients are accumulated, and on one device once for the batch: a moving average goes further. "
-                f"Use fewer microbatches (num_microbatches=...), or change it in the step or in a hook."
-            )
-            return
 
     def _compare(self, before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
         """Note by how much sums differ, where they are: nobody waits for a GPU before the batch is done."""
@@ -164,17 +140,6 @@ class LayerLooks:
                     if type(parameter) is nn.Parameter:
                         yield f"{name}.{key}", parameter
 
-    def _buffer_states(self) -> dict[Place, tuple[Any, ...]]:
-        """Others after a change, of their `data` too; of batch norms something else is said."""
-        with following(None), DisableTorchFunctionSubclass():  # our question, not the step's
-            return {
-                (name, key): (id(buffer), change_mark(buffer), _sum_of(buffer))
-                for name, module in self._root.named_modules()
-                if name and not isinstance(module, BatchNorm)
-                for key, buffer in tensors_of(module).buffers.items()
-                if buffer is not None and f"{name}.{key}" not in self._of_weights
-            }
-
 
 def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
     """What modules keep beside parameters, buffers and modules."""
@@ -184,10 +149,6 @@ def attributes_of(modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
         for key, value in vars(module).items()
         if key not in LEFT_ALONE and key != "_buffers"
     }
-
-
-def _sum_of(buffer: torch.Tensor) -> str:
-    return str(float(values_of(buffer).detach().double().sum())) if has_sum(buffer) else ""
 
 
 def _print_of(value: Any) -> Any:

@@ -3,8 +3,8 @@
 Where the first batch, run by microbatches and in one piece, shows that a number grows by the sum of what it does in
 microbatches, or by their mean, it does so on all ranks, at the end of each batch. If by the mean, as a number of calls
 or a temperature that falls, each microbatch begins with what the batch began with. Layers are in evaluation mode there:
-what grows in training only is found, and looked at so, where the first batch has been trained on. See `looks` for what
-else they change.
+what grows in training only is found, and looked at so, where the first batch has been trained on. Of other buffers
+`once` knows; see `looks` for what else they change.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_pfo.strategy.compat.tensors import DisableTorchFunctionSubclass, 
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.step.effects.layers.counters import Counter, has_sum
 from lightning_pfo.strategy.step.effects.layers.looks import LayerLooks, Place, attributes_of
+from lightning_pfo.strategy.step.effects.layers.once import BuffersOnce
 
 _NO_NUMBERS = (torch.bool, torch.uint8, torch.complex64, torch.complex128)
 """Types of flags, and of what is no single number."""
@@ -37,6 +38,7 @@ class LayerWatch:
         root: The user's module.
         modules: The layers of this rank and what is in them, by name.
         of_weights: Buffers that making a weight changes, as one device does.
+        once: Knows of other buffers of layers.
 
     Attributes:
         means: Numbers of this rank's layers, and whether they grow by the mean over microbatches; else by the sum.
@@ -44,7 +46,7 @@ class LayerWatch:
     """
 
     def __init__(
-        self, root: nn.Module, modules: Mapping[str, nn.Module], of_weights: Collection[str] = frozenset()
+        self, root: nn.Module, modules: Mapping[str, nn.Module], once: BuffersOnce, of_weights: Collection[str] = ()
     ) -> None:
         self._of_weights = of_weights
         self._root = root
@@ -59,7 +61,13 @@ class LayerWatch:
         self._is_first = False
         self._rehearsed: tuple[dict[Place, Any], Numbers] | None = None
         self.means: dict[Place, bool] = {}
-        self.looks = LayerLooks(root, self._modules, of_weights)
+        self.once = once
+        self.looks = LayerLooks(self._modules)
+
+    @property
+    def counted(self) -> Collection[Place]:
+        """Buffers of one element that grow by the sum or the mean over microbatches."""
+        return self._counted
 
     @property
     def counts(self) -> bool:
@@ -161,7 +169,8 @@ class LayerWatch:
 
     def look(self) -> None:
         """A batch is done; a warning names what else it has changed."""
-        self.looks.look({*self._shared, *self._counted})
+        self.once.tell(self._counted)
+        self.looks.look(self._shared)
 
     def share(self, places: Iterable[Place]) -> None:
         """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
@@ -199,7 +208,7 @@ class LayerWatch:
             return
         places = self._numbers if self._is_first else self._shared_here
         counting = self._from(self._begin, places, lambda place, by: self._grown[place].append((index, by)))
-        with counting, self.looks.of_microbatch(index) if self.looks.are_on else nullcontext():
+        with counting, self.looks.of_microbatch() if self.looks.are_on else nullcontext():
             yield
 
     def end(self, all_gather: Callable[[Any], list[Any]], learn: Callable[[set[str]], object]) -> None:
@@ -215,7 +224,7 @@ class LayerWatch:
         if self._is_first:
             learn({place[0] for place in self._grown if place not in self.means})
             for place, growths in self._grown.items():
-                if place in self.means:
+                if place in self.means or place[0] in self.once.repeated:
                     continue
                 # of what no rule gives, as of a maximum
                 most = max((by for _, by in growths), key=lambda by: abs(float(by)))
@@ -230,7 +239,9 @@ class LayerWatch:
             if place in self.means
         }
         for place in self._counted & grown.keys():
-            self._begin[place].end(self._buffers_of(place), place[1], grown.pop(place))
+            by = grown.pop(place)
+            if place[0] not in self.once.repeated:
+                self._begin[place].end(self._buffers_of(place), place[1], by)
         if not self._shared:
             return
         of_ranks = all_gather(grown)

@@ -1,0 +1,166 @@
+"""Buffers that layers change by what they see, as a codebook's moving average, a centre or a queue: once for a batch.
+
+On one device a layer sees the whole batch, and changes its buffers once. Here it is given microbatches. Each begins
+with what the batch began with, in tensors of its own, which graphs may hold. When the batch is done, the layer runs
+once more, without gradients, on what it was given in all microbatches, so that its buffers are those of one device.
+Whether it can be repeated is tried in the first batch; there it is found, too, that it computes from other samples, as
+batch norm does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.model.batch_norm import BatchNorm
+from lightning_pfo.strategy.model.tracing.tracked import following
+from lightning_pfo.strategy.model.units import Unit
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.layers.changing import ChangingLayer, is_plain
+from lightning_pfo.strategy.step.effects.layers.repeating import LayersInRun
+
+_LOOKED_AT = 3
+"""So many batches are looked at."""
+Place = tuple[str, str]
+"""A layer and its buffer, by name."""
+_log = logging.getLogger(__name__)
+
+
+class BuffersOnce:
+    """Lets the buffers of layers be those of one device.
+
+    Args:
+        root: The user's module.
+        units: The units of which stages run some.
+        of_weights: Buffers that making a weight changes, as one device does.
+        repeats: Whether layers can run once more: they are neither compiled nor divided.
+        batch_dim: Where samples lie in a tensor, if there are several ways to take it.
+
+    Attributes:
+        repeated: The layers that were repeated in the latest run.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Iterable[Unit], of_weights: Collection[str], *, repeats: bool, batch_dim: int
+    ) -> None:
+        self._root = root
+        self._units = {unit.module: unit for unit in units if not unit.followed_into}
+        self._of_weights = of_weights
+        self._repeats = repeats
+        self._batch_dim = batch_dim
+        self._given_up: set[str] = set()
+        self._run: LayersInRun | None = None
+        self._untold: list[Place] = []
+        self._batches: Counter[str] = Counter()
+        self._places: dict[bool, set[Place]] = {True: set(), False: set()}
+        self.repeated: set[str] = set()
+
+    @contextmanager
+    def of_run(
+        self,
+        kind: str,
+        sizes: Sequence[int],
+        seed: Callable[[], object],
+        counted: Collection[Place] = (),
+        of_step: Collection[str] = (),
+        *,
+        stays: bool,
+    ) -> Iterator[None]:
+        """A step runs on microbatches.
+
+        Args:
+            kind: Which step it is.
+            sizes: How many samples each has.
+            seed: Seeds the random numbers of layers that run once more.
+            counted: Buffers of which somebody else knows what they are at the end of the batch.
+            of_step: Those that the step changes by itself, which are left alone.
+            stays: Whether what it leaves in buffers stays.
+        """
+        places, looks = self._places[kind in ("train", "compare")], self._batches[kind] < _LOOKED_AT
+        layers = self._layers(places.difference(counted), of_step, looks=looks) if len(sizes) > 1 else {}
+        self.repeated = set()
+        self._batches[kind] += stays and len(sizes) > 1
+        if not layers:
+            yield
+            return
+        before, self._run = self._run, LayersInRun(sizes, layers, self._given_up)
+        try:
+            with self._run.followed():
+                yield
+            self._run.is_over = True
+            if stays:
+                self._end(self._run, seed)
+                places |= {(name, key) for name in self.repeated for key in layers[name].changed}
+        finally:
+            for layer in layers.values():
+                layer.put_back(changed=stays and self._run.is_over)
+            self._run = before
+
+    def _layers(self, places: Collection[Place], of_step: Collection[str], *, looks: bool) -> dict[str, ChangingLayer]:
+        """Those that are known to change buffers, or where it is looked for them all that have some."""
+        known: dict[str, set[str]] = {}
+        for name, key in places:
+            known.setdefault(name, set()).add(key)
+        named = self._root.named_modules() if looks else ((name, self._root.get_submodule(name)) for name in known)
+        found: dict[str, ChangingLayer] = {}
+        others = {*self._of_weights, *of_step}
+        for name, module in named:
+            if name and not isinstance(module, BatchNorm):
+                buffers = tensors_of(module).buffers.items()
+                own = {key: each for key, each in buffers if is_plain(each) and f"{name}.{key}" not in others}
+                if own:
+                    found[name] = ChangingLayer(name, module, self._units.get(module), own, known.get(name, set()))
+        if not self._repeats:
+            self._given_up |= found.keys()
+        if looks:  # of tensors that several layers have, or parts of one, each would have its own
+            holders = Counter(memory for layer in found.values() for memory in layer.memories)
+            self._given_up |= {name for name, layer in found.items() if any(holders[m] > 1 for m in layer.memories)}
+        return found
+
+    def of_microbatch(self, stage: int, index: int) -> AbstractContextManager[None] | None:
+        """A stage runs the step on a microbatch; None where nobody needs to know."""
+        return None if self._run is None else self._run.of_microbatch(stage, index)
+
+    def _end(self, run: LayersInRun, seed: Callable[[], object]) -> None:
+        """Let layers run once more that have changed their buffers in several microbatches."""
+        changed = {name: layer for name, layer in run.layers.items() if len(layer.changed_in) > 1}
+        able = [name for name, layer in changed.items() if layer.calls and name not in self._given_up]
+        outer = [name for name in able if not any(name.startswith(f"{other}.") for other in able)]
+        for name in outer:
+            inner = [changed[other] for other in able if other.startswith(f"{name}.")]
+            layers = [changed[name], *inner]
+            try:
+                with torch.no_grad(), following(None):
+                    if changed[name].tries:
+                        run.try_again(layers)
+                    seed()
+                    run.repeat(layers, self._batch_dim)
+            except Exception as error:
+                _log.debug("%s cannot be repeated: %s", name, error)
+                self._given_up |= {layer.name for layer in layers}
+        for name, layer in changed.items():
+            if layer.result is not None:
+                self.repeated.add(name)
+            else:
+                self._untold += [(name, key) for key in sorted(layer.changed)]
+
+    def tell(self, known: Collection[Place]) -> None:
+        """A batch is done; a warning names a buffer that changes otherwise than on one device.
+
+        Args:
+            known: Buffers of which somebody else knows what they are at the end of the batch.
+        """
+        name, key = next((place for place in self._untold if place not in known), ("", ""))
+        self._untold.clear()
+        if name:
+            warn_once(
+                f"A layer changes its buffer self.{name}.{key}: once for each microbatch, as when gradients are "
+                f"accumulated, and on one device once for the batch: a moving average goes further. Use fewer "
+                f"microbatches (num_microbatches=...), or change it in the step or in a hook."
+            )

@@ -1,0 +1,201 @@
+"""Running a step on microbatches, and layers that change their buffers once more on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from lightning_pfo.strategy.compat.tensors import (
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+from lightning_pfo.strategy.model.reach.untouched import attributes_untouched
+from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
+from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
+from lightning_pfo.strategy.parallel import random_state
+from lightning_pfo.strategy.step.batches.notices import warn_once
+from lightning_pfo.strategy.step.effects.layers.changing import Call, ChangingLayer
+from lightning_pfo.strategy.step.effects.layers.joining import as_one, differs
+
+
+class LayersInRun:
+    """Runs of a step on the microbatches of a batch."""
+
+    def __init__(self, sizes: Sequence[int], layers: Mapping[str, ChangingLayer], given_up: set[str]) -> None:
+        self._sizes = sizes
+        self._given_up = given_up
+        self._counts: dict[str, int] | None = None
+        self._at = (0, 0)
+        self._repeats = False
+        self._is_told = False
+        self.layers = layers
+        self.is_over = False
+
+    def followed(self) -> ExitStack:
+        """Calls of layers are noted while the context is open."""
+        stack = ExitStack()
+        for name, layer in self.layers.items():
+            if name not in self._given_up and not isinstance(layer.module, torch.jit.ScriptModule):
+                stack.enter_context(layer.called_by(_Noted(self, layer)))
+        return stack
+
+    @contextmanager
+    def of_microbatch(self, stage: int, index: int) -> Iterator[None]:
+        """A stage runs the step on a microbatch."""
+        self._at, self._counts = (stage, index), {}
+        for name, layer in self.layers.items():
+            layer.is_changed_now = not layer.tries and bool(layer.changed)
+            if layer.changed and name not in self._given_up:
+                layer.begin()
+        try:
+            yield
+        finally:  # an exception ends a stage
+            self._counts = None
+            for layer in self.layers.values():
+                if layer.tries and layer.look():  # others have changed it than its own call
+                    self._given_up.add(layer.name)
+                if layer.is_changed_now:
+                    layer.changed_in.append(index)
+                    if layer.tries and layer.name not in self._given_up:
+                        layer.grow()
+
+    def call(self, layer: ChangingLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer is called in the run."""
+        if self._repeats:
+            return layer.forward(*args, **kwargs)
+        if self._counts is None:  # once more in backward, to save memory
+            if layer.changed and layer.name not in self._given_up:
+                layer.begin()
+            return layer.forward(*args, **kwargs)
+        with following(None), DisableTorchFunctionSubclass():
+            leaves, structure = tree_flatten((args, kwargs))
+            if any(isinstance(leaf, Tracked) and leaf.is_absent for leaf in leaves):
+                noted = None
+            else:
+                noted = Call(self._at[1], list(map(_kept, leaves)), structure, _contexts(layer.device))
+        state = random_state.get_state(layer.device) if layer.tries else None
+        result = layer.forward(*args, **kwargs)
+        if layer.tries and not layer.look() and not layer.changed:
+            return result
+        if noted is not None:
+            if layer.tries:
+                with following(None), DisableTorchFunctionSubclass():
+                    noted.results = list(map(_kept, tree_leaves(result)))
+                noted.states = state, random_state.get_state(layer.device)
+            count = self._counts[layer.name] = self._counts.get(layer.name, -1) + 1
+            layer.calls.setdefault((self._at[0], count), []).append(noted)
+        return result
+
+    def try_again(self, layers: Sequence[ChangingLayer]) -> None:
+        """Try whether a microbatch leaves the same when it is repeated.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        first = {place: [calls[0]] for place, calls in layers[0].calls.items()}
+        with self._aside(layers):
+            for place in sorted(first):
+                (call,) = first[place]
+                random_state.set_state(call.states[0], layers[0].device)
+                results = tree_leaves(self._computed(layers[0], call, call.leaves))
+                if differs(call.results, results):
+                    raise ValueError("it returns something else")
+            for layer in layers:
+                if differs(list(layer.left.values()), list(layer.now().values())):
+                    raise ValueError(f"it leaves something else in {layer.name}")
+
+    def repeat(self, layers: Sequence[ChangingLayer], batch_dim: int) -> None:
+        """Let a layer, and what is in it, see the whole batch.
+
+        Raises:
+            ValueError: If what it was given in microbatches cannot be put together.
+        """
+        outer = layers[0]
+        for calls in outer.calls.values():
+            calls.sort(key=attrgetter("index"))
+        if any([call.index for call in calls] != list(range(len(self._sizes))) for calls in outer.calls.values()):
+            raise ValueError("it is not called in each microbatch alike")
+        with self._aside(layers):
+            for place in sorted(outer.calls):
+                calls = outer.calls[place]
+                leaves = [
+                    as_one(parts, self._sizes, batch_dim)
+                    for parts in zip(*(call.leaves for call in calls), strict=True)
+                ]
+                results = tree_leaves(self._computed(outer, calls[0], leaves))
+                if outer.tries:
+                    self._compare(outer, calls, results, batch_dim)
+            for layer in layers:
+                layer.result = layer.now()
+
+    def _computed(self, layer: ChangingLayer, call: Call, leaves: list[Any]) -> Any:
+        args, kwargs = tree_unflatten(leaves, call.structure)
+        with call.contexts():
+            return layer.forward(*args, **kwargs)
+
+    @contextmanager
+    def _aside(self, layers: Sequence[ChangingLayer]) -> Iterator[None]:
+        """A layer runs once more; what else it changes is put back."""
+        with ExitStack() as stack:
+            stack.enter_context(buffers_kept(layers[:1]))
+            for part in layers[0].module.modules():
+                stack.enter_context(attributes_untouched(part))
+            for layer in layers:
+                layer.begin()
+            self._repeats = True
+            try:
+                yield
+            finally:
+                self._repeats = False
+
+    def _compare(self, layer: ChangingLayer, calls: Sequence[Call], whole: Sequence[Any], batch_dim: int) -> None:
+        if self._is_told or any(not random_state.same_state(*call.states) for call in calls):
+            return  # or it has drawn other numbers
+        try:
+            parts = [
+                as_one(each, self._sizes, batch_dim, averages=True)
+                for each in zip(*(call.results for call in calls), strict=True)
+            ]
+        except ValueError:
+            return
+        if differs(parts, whole):
+            self._is_told = True
+            warn_once(
+                f"What the layer self.{layer.name} computes for a sample depends on others, and on its buffers: it "
+                f"sees microbatches of {' or '.join(map(str, sorted(set(self._sizes))))} samples, not the batch of "
+                f"{sum(self._sizes)}, as batch norm does. For more samples use fewer microbatches "
+                f"(num_microbatches=...) or larger batches. See 'Batch norm' in docs/strategy.md."
+            )
+
+
+class _Noted:
+    """In place of the forward of a layer while a step runs; copies of the layer have the forward itself."""
+
+    def __init__(self, run: LayersInRun, layer: ChangingLayer) -> None:
+        functools.update_wrapper(self, layer.forward)
+        self._run, self._layer = run, layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.call(self._layer, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._layer.forward, memo)
+
+
+def _kept(leaf: Any) -> Any:
+    return value_of(leaf).detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _contexts(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What enters automatic mixed precision as it is now."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
