@@ -41,10 +41,11 @@ def fit_units(
 
     Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
-    enough are left, and so is one that calls its layers in an autograd.Function, as a reversible one does. Where the
-    step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in what
-    it does call. Where it calls too few, as of a network that grows or one that an autograd.Function runs, all that it
-    calls beside are layers too.
+    enough are left; so is one whose own code changes its buffers, as the bias by which experts are chosen, so that they
+    can be those of one device; and one that calls its layers in an autograd.Function, as a reversible one does. Where
+    the step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in
+    what it does call. Where it calls too few, as of a network that grows or one that an autograd.Function runs, all
+    that it calls beside are layers too.
 
     Args:
         model: The user's module.
@@ -55,7 +56,7 @@ def fit_units(
         follows_weights: Whether what uses weights of layers by themselves may run where the layers are.
         may_look_elsewhere: Whether layers may be others than those of a module that was named.
         opened: Layers that have been found not to be called.
-        whole: Modules that have been found to look at values.
+        whole: Modules that have been found to look at values, or to be better not divided.
         beside: Modules that are layers too, as of others the step calls too few.
 
     Returns:
@@ -92,7 +93,12 @@ def fit_units(
     in_parts = opened | _used_in_parts(units, trace)
     if in_parts != opened:
         return again(find(opened=in_parts, whole=whole), opened=in_parts)
-    for runs_whole in (_deciding(model, units, trace), _differentiating(model, units, trace, at_least)):
+    modules = (
+        _deciding(model, units, trace),
+        _differentiating(model, units, trace, at_least),
+        _keeping(model, units, trace),
+    )
+    for runs_whole in modules:
         if runs_whole is not None:
             fewer = find(opened=opened, whole=(*whole, runs_whole))
             if len(fewer.layers) >= at_least:
@@ -158,6 +164,13 @@ def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
     return next(
         (name for name, within in _with_layers(model, units, trace.deciding) if within < len(units.layers)), None
     )
+
+
+def _keeping(model: nn.Module, units: Units, trace: Trace) -> str | None:
+    """The name of a module with some of the layers, but not all, whose own code changes its buffers."""
+    buffers = (name for name in trace.changes if name in dict(model.named_buffers()))
+    modules = [model.get_submodule(name.rpartition(".")[0]) for name in buffers]
+    return next((name for name, within in _with_layers(model, units, modules) if within < len(units.layers)), None)
 
 
 def _differentiating(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:

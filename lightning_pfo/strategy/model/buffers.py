@@ -9,7 +9,7 @@ once for a batch: each run of the step finds it as it was before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -153,6 +153,12 @@ class StepBuffers:
                         raise ConfigurationError(writes_otherwise(name))
                     self.differing.add(name)
                     tensor.add_(0)  # another version than the first microbatch has saved
+
+    def leave(self, modules: Collection[str]) -> None:
+        """Leave the buffers of some modules as they are now, which is as on one device."""
+        names = {name for name in self._changes if name.rpartition(".")[0] in modules}
+        self.gone_on -= names
+        self._before = {name: value for name, value in self._before.items() if name not in names}
 
     def agree(self, placement: Sequence[int], shared: Sequence[Shared], group: dist.ProcessGroup | None) -> None:
         """Give all who hold one the value of the stage that has changed it; a collective call of the pipeline."""

@@ -97,9 +97,8 @@ class StepOnStages:
         self.programs = Programs(owner, split, engine.device, patches, agree)
         self.rules = KnownRules(self.programs, batching)
         of_weights = made_weights.names if made_weights else ()
-        once = BuffersOnce(
-            owner, split.units.all, of_weights, repeats=repeats_layers, batch_dim=batching.batch_dim or 0
-        )
+        where = owner, split.owners, stages
+        once = BuffersOnce(*where, of_weights, repeats=repeats_layers, batch_dim=batching.batch_dim)
         self.layers = LayerWatch(owner, split.modules_inside(owner, stages), once, of_weights)
         self.rewritten = RewrittenWeights(owner)
         self.earlier = Earlier()
@@ -258,6 +257,7 @@ class StepOnStages:
                     )
                 if random_state.notice_draws_on_host(before):
                     _tell_of_draws()
+                buffers.leave(self.layers.once.repeated)
                 kept.check_switched()
                 if kind != "compare":  # training has more microbatches than those that are compared
                     tell_of_buffers(kind, buffers.gone_on, len(microbatches))

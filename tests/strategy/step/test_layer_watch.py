@@ -24,7 +24,7 @@ def said(monkeypatch):
 
 
 def watch_of(root, modules):
-    return layer_watch.LayerWatch(root, modules, BuffersOnce(root, [], (), repeats=False, batch_dim=0))
+    return layer_watch.LayerWatch(root, modules, BuffersOnce(root, {}, (), (), repeats=False, batch_dim=0))
 
 
 def test_evaluation_and_later_batches_cost_no_looks():

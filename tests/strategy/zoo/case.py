@@ -29,6 +29,7 @@ class Case:
         group: Where it comes from, one of `GROUPS`.
         needs: The package that it needs.
         draws: Whether its forward draws random numbers, which need not be those of one device.
+        whole: Whether one device gets whole batches; else it averages the same microbatches, as batch norms want.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     group: str
     needs: str | None = None
     draws: bool = False
+    whole: bool = False
 
     @property
     def is_possible(self) -> bool:

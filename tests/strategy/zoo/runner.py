@@ -106,7 +106,8 @@ def measure(case: Case, stages: Sequence[int], settings: Settings) -> Iterator[O
             module, make_batch = case.make()
             generator = torch.Generator().manual_seed(1)
             batches = [make_batch(generator) for _ in range(settings.steps)]
-            alone = run_together(_train_alone, 1, settings.limit_s, module, batches, reference)
+            number = 1 if case.whole else NUM_MICROBATCHES
+            alone = run_together(_train_alone, 1, settings.limit_s, module, batches, number, reference)
         except Exception as error:  # whatever a constructor raises
             alone = Failure("crashed", f"{type(error).__name__}: {error}", traceback.format_exc())
         for number in stages:
@@ -123,7 +124,7 @@ def measure(case: Case, stages: Sequence[int], settings: Settings) -> Iterator[O
                 yield compare(case, number, alone[0], ranks, seconds)
 
 
-def _train_alone(module: L.LightningModule, batches: list[Any], path: Path) -> _Losses:
+def _train_alone(module: L.LightningModule, batches: list[Any], num_microbatches: int, path: Path) -> _Losses:
     """Train on one device, and save the weights before and after; returns the losses."""
     _quietly()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -133,15 +134,15 @@ def _train_alone(module: L.LightningModule, batches: list[Any], path: Path) -> _
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     for index, batch in enumerate(batches):
         parts = []
-        for number, microbatch in enumerate(split_batch(batch, NUM_MICROBATCHES)):
+        for number, microbatch in enumerate(split_batch(batch, num_microbatches)):
             random_state.seed(_CPU, 0, 0, 0, 0, index, index, number, 0)  # what a microbatch's step draws first
             output = module.training_step(microbatch, *([index] if takes_index else []))
             loss = output["loss"] if isinstance(output, dict) else output
-            (loss / NUM_MICROBATCHES).backward()
+            (loss / num_microbatches).backward()
             parts.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(sum(parts) / NUM_MICROBATCHES)
+        losses.append(sum(parts) / num_microbatches)
     total = sum(parameter.numel() for parameter in module.parameters())
     torch.save({"before": before, "after": module.state_dict(), "total": total}, path)
     return losses

@@ -85,7 +85,7 @@ class Averaged(Module):
         return functional.mse_loss(self.last(x), batch[1]) + 0.25 * commitment
 
 
-@case("own")
+@case("own", whole=True)
 def layers_that_average_what_they_see() -> Any:
     return Averaged(), vectors()
 
@@ -129,6 +129,6 @@ class Distilled(Module):
         return loss
 
 
-@case("own")
+@case("own", whole=True)
 def losses_with_centers_and_queues() -> Any:
     return Distilled(), vectors()

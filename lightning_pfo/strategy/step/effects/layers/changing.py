@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -50,7 +50,7 @@ class ChangingLayer:
     Args:
         name: Its name.
         module: The module.
-        unit: What is called in its place, if its calls are followed.
+        units: The units that it calls, or is.
         own: The buffers.
         known: Those that are known to change, if it has been repeated before.
 
@@ -60,15 +60,17 @@ class ChangingLayer:
         changed_in: The microbatches in which they have.
         is_changed_now: Whether they have in the microbatch that is under way.
         memories: The memory of each buffer.
+        units: The units that it calls, or is.
         tries: Whether it has not been repeated before.
         left: What its buffers were after the first microbatch that has changed them.
         result: What its buffers are at the end.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, unit: Unit | None, own: dict[str, torch.Tensor], known: set[str]
+        self, name: str, module: nn.Module, units: Sequence[Unit], own: dict[str, torch.Tensor], known: set[str]
     ) -> None:
-        self.name, self.module, self._unit, self._own = name, module, unit, own
+        self.name, self.module, self.units, self._own = name, module, units, own
+        self._unit = unit = next((unit for unit in units if unit.module is module and not unit.followed_into), None)
         self._begun = {key: buffer.detach().clone() for key, buffer in own.items()}
         forward = module.forward if unit is None or unit.forward is None else unit.forward
         self.forward, self._around = _without_checkpoint(forward)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
-from lightning_pfo.strategy.model.tracing.tracked import following
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.layers.changing import ChangingLayer, is_plain
@@ -37,7 +36,8 @@ class BuffersOnce:
 
     Args:
         root: The user's module.
-        units: The units of which stages run some.
+        owners: The stages that have each unit.
+        stages: Those of this rank.
         of_weights: Buffers that making a weight changes, as one device does.
         repeats: Whether layers can run once more: they are neither compiled nor divided.
         batch_dim: Where samples lie in a tensor, if there are several ways to take it.
@@ -47,10 +47,18 @@ class BuffersOnce:
     """
 
     def __init__(
-        self, root: nn.Module, units: Iterable[Unit], of_weights: Collection[str], *, repeats: bool, batch_dim: int
+        self,
+        root: nn.Module,
+        owners: Mapping[Unit, frozenset[int]],
+        stages: Collection[int],
+        of_weights: Collection[str],
+        *,
+        repeats: bool,
+        batch_dim: int,
     ) -> None:
         self._root = root
-        self._units = {unit.module: unit for unit in units if not unit.followed_into}
+        self._owners = owners
+        self._stages = stages
         self._of_weights = of_weights
         self._repeats = repeats
         self._batch_dim = batch_dim
@@ -79,7 +87,7 @@ class BuffersOnce:
             sizes: How many samples each has.
             seed: Seeds the random numbers of layers that run once more.
             counted: Buffers of which somebody else knows what they are at the end of the batch.
-            of_step: Those that the step changes by itself, which are left alone.
+            of_step: Those that the step changes between units, which are left alone but in modules of one stage.
             stays: Whether what it leaves in buffers stays.
         """
         places, looks = self._places[kind in ("train", "compare")], self._batches[kind] < _LOOKED_AT
@@ -109,19 +117,27 @@ class BuffersOnce:
             known.setdefault(name, set()).add(key)
         named = self._root.named_modules() if looks else ((name, self._root.get_submodule(name)) for name in known)
         found: dict[str, ChangingLayer] = {}
-        others = {*self._of_weights, *of_step}
         for name, module in named:
-            if name and not isinstance(module, BatchNorm):
-                buffers = tensors_of(module).buffers.items()
-                own = {key: each for key, each in buffers if is_plain(each) and f"{name}.{key}" not in others}
-                if own:
-                    found[name] = ChangingLayer(name, module, self._units.get(module), own, known.get(name, set()))
+            if not name or isinstance(module, BatchNorm):
+                continue
+            own = {key: each for key, each in tensors_of(module).buffers.items() if is_plain(each)}
+            names = {f"{name}.{key}" for key in own}
+            if own and names.isdisjoint(self._of_weights):
+                inside = set(module.modules())
+                units = [unit for unit in self._owners if unit.module in inside]
+                if names.isdisjoint(of_step) or self._are_here(units):
+                    found[name] = ChangingLayer(name, module, units, own, known.get(name, set()))
         if not self._repeats:
             self._given_up |= found.keys()
         if looks:  # of tensors that several layers have, or parts of one, each would have its own
             holders = Counter(memory for layer in found.values() for memory in layer.memories)
             self._given_up |= {name for name, layer in found.items() if any(holders[m] > 1 for m in layer.memories)}
         return found
+
+    def _are_here(self, units: Sequence[Unit]) -> bool:
+        """Whether all that are called are of one stage of this rank."""
+        stages = {self._owners[unit] for unit in units if self._owners[unit]}
+        return len(stages) == 1 and all(len(each) == 1 and each.issubset(self._stages) for each in stages)
 
     def of_microbatch(self, stage: int, index: int) -> AbstractContextManager[None] | None:
         """A stage runs the step on a microbatch; None where nobody needs to know."""
@@ -136,7 +152,7 @@ class BuffersOnce:
             inner = [changed[other] for other in able if other.startswith(f"{name}.")]
             layers = [changed[name], *inner]
             try:
-                with torch.no_grad(), following(None):
+                with torch.no_grad():
                     if changed[name].tries:
                         run.try_again(layers)
                     seed()

@@ -34,7 +34,6 @@ class LayersInRun:
         self._given_up = given_up
         self._counts: dict[str, int] | None = None
         self._at = (0, 0)
-        self._repeats = False
         self._is_told = False
         self.layers = layers
         self.is_over = False
@@ -69,8 +68,6 @@ class LayersInRun:
 
     def call(self, layer: ChangingLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called in the run."""
-        if self._repeats:
-            return layer.forward(*args, **kwargs)
         if self._counts is None:  # once more in backward, to save memory
             if layer.changed and layer.name not in self._given_up:
                 layer.begin()
@@ -150,11 +147,11 @@ class LayersInRun:
                 stack.enter_context(attributes_untouched(part))
             for layer in layers:
                 layer.begin()
-            self._repeats = True
-            try:
-                yield
-            finally:
-                self._repeats = False
+            for unit in layers[0].units:  # which are called here, whatever stages there are
+                stack.callback(setattr, unit, "outside", unit.outside)
+                unit.outside = None
+            stack.enter_context(following(None))
+            yield
 
     def _compare(self, layer: ChangingLayer, calls: Sequence[Call], whole: Sequence[Any], batch_dim: int) -> None:
         if self._is_told or any(not random_state.same_state(*call.states) for call in calls):

@@ -1,0 +1,232 @@
+"""Buffers that layers change by what they see, repeated on the whole batch; `test_zoo` trains with such layers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pfo.strategy.step.effects.layers import once, repeating
+
+SIZES = (2, 2, 1)
+
+
+class Average(nn.Module):
+    """Follows what it sees."""
+
+    def __init__(self, change="in place"):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.change, self.calls = change, 0
+
+    def forward(self, x):
+        self.calls += 1
+        result = self.linear(x - self.mean)
+        mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        if self.change == "in place":
+            with torch.no_grad():
+                self.mean.copy_(mean)
+        elif self.change == "in data":
+            self.mean.data.copy_(mean)
+        elif self.change == "data":
+            self.mean.data = mean
+        else:
+            self.mean = mean
+        return result
+
+
+class Root(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch):
+    texts = []
+    for module in (once, repeating):
+        monkeypatch.setattr(module, "warn_once", texts.append)
+    return texts
+
+
+def buffers_once(root, **options):
+    return once.BuffersOnce(root, {}, (), **{"of_weights": (), "repeats": True, "batch_dim": 0, **options})
+
+
+def run(buffers, call, batch, kind="train", sizes=SIZES, stays=True, of_step=()):
+    """Run a layer on microbatches; returns what it has computed."""
+    outputs = []
+    with buffers.of_run(kind, sizes, lambda: torch.manual_seed(1), of_step=of_step, stays=stays):
+        for index, microbatch in enumerate(batch.split(2)):
+            context = buffers.of_microbatch(0, index)
+            with context if context is not None else torch.enable_grad():
+                outputs.append(call(microbatch))
+    buffers.tell(())
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("change", ["in place", "in data", "data", "assigned"])
+def test_buffers_are_those_of_one_device(change, said):
+    root = Root(Average(change))
+    alone, buffers = copy.deepcopy(root), buffers_once(root)
+    buffer = root.layer.mean
+    for number in range(5):  # of which the first three are looked at
+        batch = torch.randn(5, 3, generator=torch.Generator().manual_seed(number))
+        output = run(buffers, root.layer, batch)
+        torch.testing.assert_close(output, alone.layer(batch))
+        torch.testing.assert_close(root.layer.mean, alone.layer.mean)
+        assert root.layer.mean is buffer  # others may have it
+        output.sum().backward()
+        assert buffers.repeated == {"layer"}
+    assert "forward" not in vars(root.layer)
+    assert root.layer.calls == 5 * len(SIZES)  # repetitions do not count
+    assert said == []
+
+
+def test_what_does_not_count_leaves_nothing():
+    root = Root(Average())
+    run(buffers_once(root), root.layer, torch.randn(5, 3), "compare", stays=False)
+    assert root.layer.mean.tolist() == [0, 0, 0]
+
+
+def test_a_run_that_fails_leaves_nothing():
+    root = Root(Average())
+
+    def fail(microbatch):
+        root.layer(microbatch)
+        if len(microbatch) == 1:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        run(buffers_once(root), fail, torch.randn(5, 3))
+    assert root.layer.mean.tolist() == [0, 0, 0]
+
+
+def test_layers_within_and_batch_norms_change_once():
+    class Outer(Average):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.norm = Average(), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            return self.norm(self.inner(super().forward(x)))
+
+    root = Root(Outer())
+    alone, buffers = copy.deepcopy(root), buffers_once(root)
+    for number in range(1, 3):
+        batch = torch.randn(6, 3)
+        run(buffers, root.layer, batch, sizes=(2, 2, 2))
+        alone.layer(batch)
+        torch.testing.assert_close(root.layer.mean, alone.layer.mean)
+        torch.testing.assert_close(root.layer.inner.mean, alone.layer.inner.mean)
+        assert root.layer.norm.num_batches_tracked == 3 * number  # as many microbatches, and no repetition
+
+
+def test_layers_that_run_again_in_backward_find_the_buffers_of_the_begin():
+    root = Root(Average())
+    alone, buffers = copy.deepcopy(root), buffers_once(root)
+    batch = torch.randn(5, 3)
+    root.layer.mean.fill_(1)
+    alone.layer.mean.fill_(1)
+    with buffers.of_run("train", SIZES, int, stays=True):
+        losses = []
+        for index, microbatch in enumerate(batch.split(2)):
+            with buffers.of_microbatch(0, index):
+                losses.append(checkpoint(root.layer, microbatch, use_reentrant=False).square().sum())
+        for loss in losses:
+            loss.backward()
+    alone.layer(batch).square().sum().backward()
+    torch.testing.assert_close(root.layer.linear.weight.grad, alone.layer.linear.weight.grad)
+    torch.testing.assert_close(root.layer.mean, alone.layer.mean)
+
+
+def test_layers_that_draw_are_repeated_with_the_same_numbers(said):
+    class Drops(Average):
+        def forward(self, x):
+            return super().forward(nn.functional.dropout(x, 0.5))
+
+    root = Root(Drops())
+    run(buffers_once(root), root.layer, torch.randn(5, 3))
+    assert root.layer.mean.abs().sum() > 0
+    assert said == []  # what they compute differs by what they draw
+
+
+def test_layers_that_compute_from_other_samples_are_named(said):
+    class Normalises(Average):
+        def forward(self, x):
+            super().forward(x)
+            return x - self.mean
+
+    root = Root(Normalises())
+    run(buffers_once(root), root.layer, torch.randn(5, 3))
+    (text,) = said
+    assert "self.layer computes for a sample depends on others" in text
+    assert "microbatches of 1 or 2 samples, not the batch of 5" in text
+
+
+class Depends(Average):
+    """Leaves something else when it is repeated."""
+
+    def forward(self, x):
+        self.mean.add_(len(self.__dict__.setdefault("seen", [])))
+        self.seen.append(1)
+        return super().forward(x)
+
+
+def others_change_it(root, x):
+    root.layer.mean.add_(x.mean(0))
+    return x
+
+
+def gives_other_arguments(root, x):
+    return root.layer(x + torch.zeros(1, 3)) if len(x) > 1 else root.layer(x.expand(3, 3)[:, :])[:1]
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "options"),
+    [
+        (Average, others_change_it, {}),
+        (Average, lambda root, x: root.layer(x) if len(x) > 1 else x, {}),  # not in each microbatch
+        (Average, gives_other_arguments, {}),
+        (Average, lambda root, x: root.layer(x), {"repeats": False}),
+        (Depends, lambda root, x: root.layer(x), {}),
+    ],
+    ids=["changed outside", "called sometimes", "unequal arguments", "not repeated", "by what it has counted"],
+)
+def test_what_cannot_be_repeated_changes_with_each_microbatch_and_is_named(make, call, options, said):
+    root = Root(make())
+    buffers = buffers_once(root, **options)
+    for _ in range(2):
+        run(buffers, lambda x: call(root, x), torch.ones(5, 3))
+        assert buffers.repeated == set()
+    assert "self.layer.mean: once for each microbatch" in said[0]
+    assert (root.layer.mean > 0.3).all()  # more than two microbatches
+
+
+def test_buffers_of_several_layers_go_on(said):
+    root = Root(Average())
+    root.other = Average()
+    root.other.mean = root.layer.mean
+    run(buffers_once(root), lambda x: root.other(root.layer(x)), torch.ones(5, 3))
+    assert "self.layer.mean: once for each microbatch" in said[0]
+    assert root.other.mean is root.layer.mean
+
+
+def test_buffers_of_the_step_and_of_weights_are_left_alone(said):
+    root = Root(Average())
+    run(buffers_once(root), root.layer, torch.ones(5, 3), of_step=["layer.mean"])
+    run(buffers_once(root, of_weights=["layer.mean"]), root.layer, torch.ones(5, 3))
+    torch.testing.assert_close(root.layer.mean, torch.full((3,), 1 - 0.9**6))
+    assert said == []
+
+
+def test_later_batches_cost_nothing_where_nothing_changes():
+    root = Root(nn.BatchNorm1d(3))
+    root.masked = nn.Module()
+    root.masked.register_buffer("mask", torch.ones(3))
+    buffers = buffers_once(root)
+    for number in range(5):
+        with buffers.of_run("train", SIZES, int, stays=True):
+            assert (buffers.of_microbatch(0, 0) is None) == (number >= 3)
