@@ -211,6 +211,13 @@ class Boxed(Named):
         return torch.stack(batch[0]), [target["boxes"] for target in batch[1]]
 
 
+class BySample(Named):
+    """Is given a list with a dict for each sample, and stacks what they have itself."""
+
+    def parts_of(self, batch):
+        return torch.stack([each["x"] for each in batch]), torch.stack([each["labels"] for each in batch])
+
+
 def as_lists(samples):
     """As torchvision's detectors are given images and what is in each."""
     return [x for x, _ in samples], [target for _, target in samples]
@@ -286,6 +293,8 @@ LATER = [0] * BATCH * 8 + [0, 1] * 4 + [0] * BATCH + RAGGED * 3
 CASES = {
     "named": (Named, RAGGED),
     "shifted": (Shifted, [min(gaps, 4) for gaps in RAGGED]),
+    "by sample": (BySample, RAGGED),
+    "by sample, alike at first": (BySample, [2] * BATCH + RAGGED),
     "of samples": (OfSamples, RAGGED),
     "of samples, split by the user": (OfSamples, RAGGED * 2),
     "named, split by the user": (Named, RAGGED * 2),
@@ -355,7 +364,8 @@ def trained(name, rank, num_ranks):
     data = list(samples(gaps, make))
     # in order, where Lightning's shuffles
     in_order = DistributedSampler(data, replicas, rank * replicas // num_ranks, shuffle=False)
-    loader = DataLoader(data, batch_size=BATCH, sampler=in_order, collate_fn=as_lists if make is Boxed else None)
+    collate = {Boxed: as_lists, BySample: list}.get(make)
+    loader = DataLoader(data, batch_size=BATCH, sampler=in_order, collate_fn=collate)
     devices = {"devices": 1}
     if num_ranks > 1:
         divided = {"fully_shard": "zero3"} if name.endswith("divided") else {}

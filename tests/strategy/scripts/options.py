@@ -302,6 +302,8 @@ def fit(name, where):
         resumed = trainer.max_epochs > 1
         if resumed and ckpt_path is None:
             trainer.callbacks.append(SavesFirstEpoch(checkpoint))
+        if name == "ema":  # the module has been divided before it is averaged
+            trainer.validate(module, val, verbose=False)
         trainer.fit(module, train, val, ckpt_path=ckpt_path, **TRUST)
         if not resumed:
             break

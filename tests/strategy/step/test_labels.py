@@ -74,6 +74,8 @@ LATER = [
     [
         "named",
         "shifted",
+        "by sample",
+        "by sample, alike at first",
         "of samples",
         "of samples, split by the user",
         "named, split by the user",
@@ -114,6 +116,7 @@ def test_which_labels_count_is_said_once_by_the_first_rank(ranks):
     told = [[text for text in found["named"]["said"] if "Microbatches count" in text] for found in ranks]
     assert told[0][-1] == "Microbatches count by their labels that are not -100 (batch['labels']) in train steps."
     assert told[1] == []
+    assert "(batch[*]['labels']) in train steps" in " ".join(ranks[0]["by sample"]["said"])
     assert "(batch[0], without the first of each sequence)" in " ".join(ranks[0]["shifted"]["said"])
     assert "Microbatches count" not in " ".join(ranks[0]["of samples"]["said"])
 

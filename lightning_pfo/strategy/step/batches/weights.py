@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -137,7 +137,7 @@ class Labels(NamedTuple):
         if self.are_rows:
             rows = [rows_of_items(part).get(self.path) for part in parts]
             return None if None in rows else tuple(float(sum(each)) for each in rows if each is not None)
-        found = [dict(leaves_of(part)).get(self.path) for part in parts]
+        found = [dict(labelled(part)).get(self.path) for part in parts]
         if not all(map(are_integers if self.class_weights else has_values, found)):
             return None
         counts = [self.number_in(torch.as_tensor(label)) for label in found]
@@ -182,6 +182,29 @@ def rows_of_items(batch: Any) -> dict[str, list[int]]:
     return found
 
 
+def labelled(batch: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of a batch by their places, and what the items of a list have at the same one, stacked.
+
+    As `batch[*]['labels']` of a list with a dict for each sample, where all are of one shape.
+    """
+    items: dict[str, list[torch.Tensor]] = {}
+    for path, leaf in leaves_of(batch):
+        yield path, leaf
+        of_all = of_all_items(path)
+        if of_all is not None and not of_all.endswith("[*]") and has_values(leaf):
+            items.setdefault(of_all, []).append(torch.as_tensor(leaf))
+    for path, leaves in items.items():
+        if all(leaf.shape == leaves[0].shape and leaf.dtype == leaves[0].dtype for leaf in leaves):
+            yield path, torch.stack(leaves)
+
+
+def write_items(batch: Any, path: str, values: torch.Tensor) -> None:
+    """Write into the items of a list what `labelled` has stacked of them."""
+    items = [torch.as_tensor(leaf) for place, leaf in leaves_of(batch) if of_all_items(place) == path]
+    for item, value in zip(items, values, strict=True):
+        item.copy_(value)
+
+
 def label_leaves(batch: Any, *, waits: bool) -> dict[str, Any]:
     """What may be labels, masks or targets in a batch, by its place.
 
@@ -191,7 +214,7 @@ def label_leaves(batch: Any, *, waits: bool) -> dict[str, Any]:
     """
     return {
         path: leaf
-        for path, leaf in leaves_of(batch)
+        for path, leaf in labelled(batch)
         if are_integers(leaf) or may_be_mask(path, leaf) or may_be_targets(leaf)
         if waits or isinstance(leaf, np.ndarray) or leaf.device.type == "cpu"
     }

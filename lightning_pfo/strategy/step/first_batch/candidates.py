@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from lightning_pfo.strategy.compat.modules import modules_of
-from lightning_pfo.strategy.step.batches.structures import leaves_of
 from lightning_pfo.strategy.step.batches.weights import (
     IGNORED_LABEL,
     NAMES,
@@ -21,8 +20,10 @@ from lightning_pfo.strategy.step.batches.weights import (
     gaps_in,
     has_gaps,
     has_values,
+    labelled,
     may_be_targets,
     rows_of_items,
+    write_items,
 )
 
 _MOST_LEAVES = 32  # of a batch that are looked at
@@ -40,7 +41,7 @@ def labels_with_gaps(parts: Sequence[Any], ignored: Collection[int], *, are_shif
         ignored: What may have no part: -100, and others that losses were seen to leave out.
         are_shifted: Whether it is likelier that the first of each sequence has no part.
     """
-    leaves = [(path, leaf) for part in parts for path, leaf in leaves_of(part) if are_integers(leaf)]
+    leaves = [(path, leaf) for part in parts for path, leaf in labelled(part) if are_integers(leaf)]
     found = {(path, label) for path, leaf in leaves for label in ignored if has_gaps(leaf, label)}
     named = sorted(found, key=lambda each: (not each[0].endswith(NAMES), each))
     return [Labels(path, shift, label) for shift in (are_shifted, not are_shifted) for path, label in named]
@@ -61,7 +62,7 @@ def labels_without_gaps(
         known: Labels that losses were seen to leave out.
         size: How many samples it has: lists of other lengths have no item for each. None: nobody knows.
     """
-    found = [(path, torch.as_tensor(leaf)) for path, leaf in leaves_of(batch) if has_values(leaf)]
+    found = [(path, torch.as_tensor(leaf)) for path, leaf in labelled(batch) if has_values(leaf)]
     found = [(path, leaf) for path, leaf in found if leaf.numel()][:_MOST_LEAVES]
     leaves = [(path, leaf.detach().cpu()) for path, leaf in found]
     by_class = list(dict.fromkeys(_class_weights(owner)))
@@ -140,7 +141,7 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
         Whether they have, and the batch alike: it has not where microbatches are copies.
     """
     kinds = dict.fromkeys(Labels(each.path, False, each.ignored, are_weights=each.are_weights) for each in labels)
-    found = [(kind, [dict(leaves_of(of)).get(kind.path) for of in (batch, *parts)]) for kind in kinds]
+    found = [(kind, [dict(labelled(of)).get(kind.path) for of in (batch, *parts)]) for kind in kinds]
     tensors = [(kind, list(map(torch.as_tensor, each))) for kind, each in found if all(map(has_values, each))]
     tensors = [(kind, each) for kind, each in tensors if _may_be_changed(kind, each[0])]
     less: list[list[float]] = []
@@ -155,6 +156,9 @@ def take_labels_away(batch: Any, parts: Sequence[Any], labels: Sequence[Labels])
                 part.mul_(1 / (2 + number))  # of others that were alike another share is left
             else:
                 part.sub_(part.clamp(min=0) // 2)  # of what is 1 nothing
+        if "[*]" in kind.path:
+            for of, values in zip((batch, *parts), (of_batch, *of_parts), strict=True):
+                write_items(of, kind.path, values)
         # one after the other: what is taken away of a mask comes to what is not masked
         less.append(
             [float(then - kind.number_in(now)) for now, then in zip((of_batch, *of_parts), before, strict=True)]
