@@ -138,9 +138,9 @@ MAY_KNOW = {
         *("strategy.step.effects", "strategy.step.recording", "strategy.step.whole"),
     },
     "strategy.step.effects.outward": {"core", "strategy.model", "strategy.step.batches"},
-    "strategy.step.effects.layers": {"strategy.model", "strategy.step.batches"},
+    "strategy.step.effects.layers": {"strategy.model", "strategy.parallel", "strategy.step.batches"},
     "strategy.step.effects": {
-        *("core", "strategy.model", "strategy.step.batches", "strategy.step.effects.outward"),
+        *("core", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects.outward"),
     },
     "strategy.step.metrics": {
         *("strategy.engine", "strategy.model", "strategy.parallel", "strategy.step.batches", "strategy.step.effects"),

@@ -55,6 +55,7 @@ from lightning_pfo.strategy.step.batches.reading import Known
 from lightning_pfo.strategy.step.batches.weights import shifts_labels
 from lightning_pfo.strategy.step.by_units.calls import UnitCalls
 from lightning_pfo.strategy.step.effects.outward.collectives import collectives_in_steps
+from lightning_pfo.strategy.step.effects.outward.profiling import actions_in_steps
 from lightning_pfo.strategy.step.effects.within import number_in_step, runs_alone, step_ends_here, within_step
 from lightning_pfo.strategy.step.memory.forecast import MemoryForecast
 from lightning_pfo.strategy.step.runner import StepRunner
@@ -181,6 +182,7 @@ def build_pipeline(
     draw_alike(device, patches)
     if dist.get_world_size(group) > 1 or tensor_group is not None:
         collectives_in_steps(replica_group, within_step, step_ends_here, runs_alone, number_in_step, patches)
+    actions = actions_in_steps(model, within_step, patches)
     make_weights_within(model, patches)
     if dist.get_world_size() > 1:
         copy_first_values(model, groups.hosts(None))
@@ -257,6 +259,7 @@ def build_pipeline(
         precise_gradients=precise_gradients,
         when_calling=partial(share_changed_buffers, model, shared, placement[-1]),
         when_training=AlikeWeights(model, shared).keep,
+        actions=actions,
     )
     forecast = MemoryForecast(
         engine,

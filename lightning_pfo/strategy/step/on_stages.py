@@ -32,6 +32,7 @@ from lightning_pfo.strategy.step.batches.notices import tell_of_buffers, warn_on
 from lightning_pfo.strategy.step.effects.effects import Effects
 from lightning_pfo.strategy.step.effects.layers.once import BuffersOnce
 from lightning_pfo.strategy.step.effects.layers.watch import LayerWatch
+from lightning_pfo.strategy.step.effects.outward.profiling import StepActions
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.tensors import Earlier
 from lightning_pfo.strategy.step.effects.within import step_by_units
@@ -62,6 +63,7 @@ class StepOnStages:
         deferred: Batch norms whose running statistics are those of whole batches.
         made_weights: What makes weights and changes buffers in doing so; None if nothing does.
         repeats_layers: Whether layers can run once more on the whole batch: they are neither compiled nor divided.
+        actions: What a step times with the Trainer's profiler; None if nobody asked for a profile.
 
     Attributes:
         programs: What stages do of each kind of step.
@@ -88,6 +90,7 @@ class StepOnStages:
         deferred: DeferredBatchNorms | None,
         made_weights: MadeWeights | None,
         repeats_layers: bool,
+        actions: StepActions | None,
     ) -> None:
         self.engine = engine
         self.owner = owner
@@ -113,6 +116,7 @@ class StepOnStages:
         self._ends = Ends(engine, owner, self.programs, split.held)
         self._metrics = PipelineMetrics(engine, owner, replica_group, patches)
         self._aggregators = Aggregators(owner, patches)
+        self._actions = actions
         self._has_written: WrittenError | None = None
         watch_data(patches)
 
@@ -200,6 +204,8 @@ class StepOnStages:
                 contexts.append(self._deferred.forward_of(engine.num_stages if whole and ends_here else stage))
             if self._made_weights is not None and stage is not None:
                 contexts.append(self._made_weights.microbatch())
+            if self._actions is not None and phase is not None:
+                contexts.append(self._actions.of_run())
             if self.slopes is not None and ends_here:
                 contexts.append(self.slopes.of_step())
             return contexts[0] if len(contexts) == 1 else all_of(contexts)
@@ -318,6 +324,8 @@ class StepOnStages:
                 without_synchronisation(metrics),
                 earlier_runs.undone_if_it_fails() if ends_here else earlier_runs.of(0),
             ]
+            if self._actions is not None:
+                contexts.append(self._actions.of_run())
             with all_of(contexts):
                 result = of.of_microbatch(0)
             if ends_here:

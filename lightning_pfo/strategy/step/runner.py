@@ -35,6 +35,7 @@ from lightning_pfo.strategy.step.by_units.evaluations import UnitEvaluations
 from lightning_pfo.strategy.step.effects.effects import AddedMetricError, Effects
 from lightning_pfo.strategy.step.effects.fresh import FreshBatches, put, without_inference_mode
 from lightning_pfo.strategy.step.effects.outward.calls import OF_BATCH
+from lightning_pfo.strategy.step.effects.outward.profiling import StepActions
 from lightning_pfo.strategy.step.effects.rows import RowsLeft
 from lightning_pfo.strategy.step.effects.within import without_replicas
 from lightning_pfo.strategy.step.first_batch.looks import FirstLooks
@@ -89,6 +90,7 @@ class StepRunner:
         precise_gradients: Whether gradients of microbatches are added up in 32 bits where parameters have 16.
         when_calling: Called where a step calls others than any of its kind before, before it runs; a collective call.
         when_training: Called before each training step; a collective call of the pipeline.
+        actions: What a step times with the Trainer's profiler.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class StepRunner:
         precise_gradients: bool = False,
         when_calling: Callable[[], object] = do_nothing,
         when_training: Callable[[], object] = do_nothing,
+        actions: StepActions | None = None,
     ) -> None:
         self.batching = batching
         self.engine = engine
@@ -119,6 +122,7 @@ class StepRunner:
         self._stages = on_stages = StepOnStages(
             *(engine, owner, split, parameters, shared, patches, replica_group, batching, deferred, made_weights),
             repeats_layers=not (compiled or divided),
+            actions=actions,
         )
         self.programs = on_stages.programs
         self._hosts = engine.host_group()
