@@ -1,12 +1,14 @@
 """Buffers that layers change by what they see, repeated on the whole batch; `test_zoo` trains with such layers."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.step.effects.layers import once, repeating
 
 SIZES = (2, 2, 1)
@@ -140,6 +142,23 @@ def test_layers_that_run_again_in_backward_find_the_buffers_of_the_begin():
     alone.layer(batch).square().sum().backward()
     torch.testing.assert_close(root.layer.linear.weight.grad, alone.layer.linear.weight.grad)
     torch.testing.assert_close(root.layer.mean, alone.layer.mean)
+
+
+def test_a_later_phase_of_a_step_changes_nothing(said):
+    """It does not call the layer, or repeats its call with other buffers, see `buffers_kept`."""
+    root = Root(Average())
+    buffers = buffers_once(root)
+    run(buffers, root.layer, torch.randn(5, 3))
+    before = root.layer.mean.clone()
+
+    def repeated(x):
+        with buffers_kept([SimpleNamespace(module=root.layer)]):
+            return root.layer(x)
+
+    for call in (repeated, lambda x: x):
+        run(buffers, call, torch.randn(5, 3))
+        assert root.layer.mean.equal(before)
+    assert said == []
 
 
 def test_layers_that_draw_are_repeated_with_the_same_numbers(said):

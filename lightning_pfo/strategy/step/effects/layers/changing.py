@@ -82,6 +82,7 @@ class ChangingLayer:
         self.tries = not known
         self.left: dict[str, torch.Tensor] = {}
         self._grown: dict[str, torch.Tensor] = {}
+        self._current: dict[str, Any] = {**own}
         self._seen = self._prints() if self.tries else {}
         self.result: dict[str, torch.Tensor] | None = None
 
@@ -93,8 +94,19 @@ class ChangingLayer:
     def begin(self) -> None:
         """Let it have other buffers, with the values that the batch began with."""
         tensors_of(self.module).buffers.update({key: value.clone() for key, value in self._begun.items()})
+        self.note_call()
         if self.tries:
             self._seen = self._prints()
+
+    def note_call(self) -> None:
+        """Note which buffers it has, after a call."""
+        self._current = dict(self._there())
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether it has others while it is called: a later phase of a step repeats the call, which changes nothing."""
+        there = dict(self._there())
+        return any(there.get(key) is not each for key, each in self._current.items())
 
     def look(self) -> bool:
         """Whether buffers have changed since the last look."""

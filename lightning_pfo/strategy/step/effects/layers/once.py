@@ -175,8 +175,11 @@ class BuffersOnce:
         name, key = next((place for place in self._untold if place not in known), ("", ""))
         self._untold.clear()
         if name:
+            way_out = "Use fewer microbatches (num_microbatches=...), or change it in the step or in a hook."
+            if not self._repeats:
+                way_out = "Without compile=True and fully_shard=True it is that of one device."
             warn_once(
                 f"A layer changes its buffer self.{name}.{key}: once for each microbatch, as when gradients are "
-                f"accumulated, and on one device once for the batch: a moving average goes further. Use fewer "
-                f"microbatches (num_microbatches=...), or change it in the step or in a hook."
+                f"accumulated, and on one device once for the batch: a moving average goes further. {way_out} See "
+                f"'Buffers of layers' in docs/strategy.md."
             )

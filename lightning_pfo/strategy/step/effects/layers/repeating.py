@@ -51,7 +51,7 @@ class LayersInRun:
         """A stage runs the step on a microbatch."""
         self._at, self._counts = (stage, index), {}
         for name, layer in self.layers.items():
-            layer.is_changed_now = not layer.tries and bool(layer.changed)
+            layer.is_changed_now = False
             if layer.changed and name not in self._given_up:
                 layer.begin()
         try:
@@ -68,6 +68,8 @@ class LayersInRun:
 
     def call(self, layer: ChangingLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called in the run."""
+        if layer.is_repeated:
+            return layer.forward(*args, **kwargs)
         if self._counts is None:  # once more in backward, to save memory
             if layer.changed and layer.name not in self._given_up:
                 layer.begin()
@@ -80,6 +82,7 @@ class LayersInRun:
                 noted = Call(self._at[1], list(map(_kept, leaves)), structure, _contexts(layer.device))
         state = random_state.get_state(layer.device) if layer.tries else None
         result = layer.forward(*args, **kwargs)
+        layer.note_call()
         if layer.tries and not layer.look() and not layer.changed:
             return result
         if noted is not None:
@@ -87,6 +90,7 @@ class LayersInRun:
                 with following(None), DisableTorchFunctionSubclass():
                     noted.results = list(map(_kept, tree_leaves(result)))
                 noted.states = state, random_state.get_state(layer.device)
+            layer.is_changed_now = True
             count = self._counts[layer.name] = self._counts.get(layer.name, -1) + 1
             layer.calls.setdefault((self._at[0], count), []).append(noted)
         return result
