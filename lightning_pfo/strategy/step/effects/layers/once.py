@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
+from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.layers.changing import ChangingLayer, is_plain
@@ -91,7 +92,8 @@ class BuffersOnce:
             stays: Whether what it leaves in buffers stays.
         """
         places, looks = self._places[kind in ("train", "compare")], self._batches[kind] < _LOOKED_AT
-        layers = self._layers(places.difference(counted), of_step, looks=looks) if len(sizes) > 1 else {}
+        known = places.difference(counted)
+        layers = self._layers(known, of_step, looks=looks) if len(sizes) > 1 and (looks or known) else {}
         self.repeated = set()
         self._batches[kind] += stays and len(sizes) > 1
         if not layers:
@@ -115,18 +117,19 @@ class BuffersOnce:
         known: dict[str, set[str]] = {}
         for name, key in places:
             known.setdefault(name, set()).add(key)
-        named = self._root.named_modules() if looks else ((name, self._root.get_submodule(name)) for name in known)
         found: dict[str, ChangingLayer] = {}
-        for name, module in named:
-            if not name or isinstance(module, BatchNorm):
+        for name, module in self._root.named_modules():
+            if not name or isinstance(module, BatchNorm) or is_metric(module) or not (looks or name in known):
                 continue
-            own = {key: each for key, each in tensors_of(module).buffers.items() if is_plain(each)}
-            names = {f"{name}.{key}" for key in own}
-            if own and names.isdisjoint(self._of_weights):
-                inside = set(module.modules())
-                units = [unit for unit in self._owners if unit.module in inside]
-                if names.isdisjoint(of_step) or self._are_here(units):
-                    found[name] = ChangingLayer(name, module, units, own, known.get(name, set()))
+            own = {
+                key: each
+                for key, each in tensors_of(module).buffers.items()
+                if is_plain(each) and f"{name}.{key}" not in self._of_weights
+            }
+            inside = set(module.modules()) if own else set()
+            units = [unit for unit in self._owners if unit.module in inside]
+            if own and (self._are_here(units) or not any(f"{name}.{key}" in of_step for key in own)):
+                found[name] = ChangingLayer(name, module, units, own, known.get(name, set()))
         if not self._repeats:
             self._given_up |= found.keys()
         if looks:  # of tensors that several layers have, or parts of one, each would have its own
