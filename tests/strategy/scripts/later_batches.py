@@ -529,6 +529,21 @@ class Anchored(Base):
             self.anchors = {name: p.detach().clone() + 0.1 for name, p in self.layers.named_parameters()}
 
 
+class TwoViews(Base):
+    """Sees two views of a batch, one after the other, and decides at the end by what layers have computed."""
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.layers(batch), self.layers(batch.flip(1))
+        loss = (first - batch).square().mean() + (first - second).square().mean()
+        large = first[first > 0.1]
+        if len(large):
+            loss = loss + 0.1 * large.sum() / first.numel()
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validated", self.training_step(batch, batch_idx))
+
+
 def make_trainer(devices, epochs=1):
     strategy = PfoPipelineStrategy(num_microbatches=4) if devices > 1 else "auto"
     return L.Trainer(
@@ -599,6 +614,9 @@ def equal_to_one_device(devices):
     module, trainer = Curriculum(), make_trainer(devices, epochs=2)
     trainer.fit(module, loader(), loader())
     found["curriculum"] = [*module.found, float(trainer.callback_metrics["error"])]
+    module = TwoViews()  # divided by its validation
+    (result,) = make_trainer(devices).validate(module, loader(), verbose=False)
+    found["two views after validation"] = [*result.values(), *train(module, devices)]
     found["is copied"] = train(Grows(), devices)
     found["is anchored"] = train(Anchored(), devices, epochs=2)
     found["copies weights"] = train(SetInHook("copy"), devices)

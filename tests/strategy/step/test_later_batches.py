@@ -27,6 +27,7 @@ EARLY = ["log", "number", "loss"]
 LATE = [f"late {use}" for use in ("log", "number", "return", "keep", "loss")]
 NUMBERS = ["rare numbers", "zero numbers", "alike numbers", "counts"]
 STATES = [
+    "two views after validation",
     *("is copied", "is anchored", "curriculum", "cells", "cells, prepared", "in the second dimension"),
     *("in the second dimension, prepared", "memory", "rows of one", "small at first", "goes on", "pairs", "bank"),
 ]

@@ -234,7 +234,8 @@ class Trace:
         selects: How many events there were when a size came from the values of the batch, as by a mask that selects.
         has_sizes: Whether a size came from the values of stages.
         asked: Values whose size Python has been told.
-        decided_by_sizes: Whether Python has looked at numbers of stages, on which the size of anything may depend.
+        decided_after: How many events there were when Python first looked at numbers of stages, on which the size of
+            anything may depend; None: it has not.
         decided_at: The user's line that did so first.
         deciding: Modules whose own code looks at values of tensors or differentiates, and None where it is in none.
         compiled: The user's line that a compiled function has between units, if one has any.
@@ -271,7 +272,7 @@ class Trace:
     selects: list[int] = field(default_factory=list)
     has_sizes: bool = False
     asked: set[int] = field(default_factory=set)
-    decided_by_sizes: bool = False
+    decided_after: int | None = None
     decided_at: str = ""
     deciding: list[Any] = field(default_factory=list)
     compiled: str = ""
@@ -289,6 +290,11 @@ class Trace:
     talking: list[tuple[int, Any]] = field(default_factory=list)
     guessed_after: list[str] = field(default_factory=list)
     loss: int | None = None
+
+    @property
+    def decided_by_sizes(self) -> bool:
+        """Whether Python has looked at numbers of stages."""
+        return self.decided_after is not None
 
     def use(self, values: Any, when: float) -> None:
         """Note that an event takes tracked tensors."""

@@ -302,7 +302,8 @@ class _TraceRun:
     def decide(self, labels: Iterable[int]) -> None:
         """Python has looked at sizes of values, which may decide all that follows."""
         self.trace.use_sizes(labels, FOREVER)
-        self.trace.decided_by_sizes = True
+        if self.trace.decided_after is None:
+            self.trace.decided_after = len(self.trace.events)
         self.trace.decided_at = self.trace.decided_at or users_line()
         self._look()
 

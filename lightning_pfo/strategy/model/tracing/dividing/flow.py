@@ -6,6 +6,7 @@ discriminator says of real samples, say, before a generator has made others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -188,7 +189,12 @@ def _check(trace: Trace, stage_of: StageOf) -> None:
         within = {stage for position, stage in stage_of.items() if first <= position <= each.position}
         if len(within) > 1:
             raise ConfigurationError(differentiates(each.line, module=each.module))
-    if not is_ordered and (trace.decided_by_sizes or any(value.varies for value in trace.values)):
+    last = max(stage_of.values(), default=0)
+    end_of_others = max((position for position, stage in stage_of.items() if stage < last), default=-1)
+    depends = [value.born for value in trace.values if value.varies]
+    if trace.decided_after is not None:
+        depends.append(trace.decided_after)
+    if not is_ordered and min(depends, default=math.inf) <= end_of_others:  # else the last stage alone sees it
         raise ConfigurationError(
             "A step in which sizes depend on the values of tensors calls the model's parts in the order of the stages; "
             "here it calls one of a later stage first. Call them in one order, or move the boundaries with "

@@ -188,9 +188,10 @@ def describe(share: float, batch: str) -> str:
     """
     return (
         f"The loss of {batch} is the mean of its microbatches' losses, but its gradients are not the mean of theirs: "
-        f"they are {100 * share:.2g} % apart, by what layers return last. A loss whose value does not tell what it "
-        f"depends on, as one that is divided by its own detached value (a / a.detach()), weighs the samples of each "
-        f"microbatch by these alone. Use loss_over='batch' with schedule='gpipe', where the end of the step has all "
-        f"samples; or divide by a number that all microbatches share, such as one of the batch before. "
+        f"they are {100 * share:.2g} % apart, by what layers return last. Either it has parts that are means over "
+        f"different things, as labels that are not -100 and samples; or its value does not tell what it depends on, as "
+        f"where it is divided by its own detached value (a / a.detach()), which is that of a microbatch. Use "
+        f"loss_over='batch' with schedule='gpipe', where the end of the step has all samples; or divide by a number "
+        f"that all microbatches share, such as one of the batch before. "
         f"check_loss=False leaves the comparison out."
     )
