@@ -133,6 +133,11 @@ def map_tensors(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor
     module._apply(change)  # type: ignore[no-untyped-call]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether what a module calls is compiled with it, by `module.compile()` or in `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or "_orig_mod" in children_of(module)
+
+
 def forget_compiled(module: nn.Module) -> None:
     """Undo `module.compile()`."""
     module._compiled_call_impl = None

@@ -224,6 +224,21 @@ def test_what_cannot_be_repeated_changes_with_each_microbatch_and_is_named(make,
     assert (root.layer.mean > 0.3).all()  # more than two microbatches
 
 
+@pytest.mark.parametrize("how", ["wrapped", "around"])
+def test_layers_inside_of_what_is_compiled_go_on(how, said):
+    root = Root(nn.Sequential(Average()))
+    if how == "wrapped":
+        root.layer[0] = torch.compile(root.layer[0], backend="eager", fullgraph=True)
+    else:
+        root.layer.compile(backend="eager", fullgraph=True)
+    buffers = buffers_once(root)
+    for _ in range(2):
+        run(buffers, root.layer, torch.ones(5, 3))
+    assert "mean: once for each microbatch" in said[0]
+    (mean,) = root.buffers()
+    torch.testing.assert_close(mean, torch.full((3,), 1 - 0.9**6))
+
+
 def test_buffers_of_several_layers_go_on(said):
     root = Root(Average())
     root.other = Average()

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
-from lightning_pfo.strategy.compat.modules import tensors_of
+from lightning_pfo.strategy.compat.modules import is_compiled, tensors_of
 from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.units import Unit
@@ -132,6 +132,8 @@ class BuffersOnce:
                 found[name] = ChangingLayer(name, module, units, own, known.get(name, set()))
         if not self._repeats:
             self._given_up |= found.keys()
+        compiled = [f"{name}." for name, module in self._root.named_modules() if looks and is_compiled(module)]
+        self._given_up |= {name for name in found if any(map(name.startswith, compiled))}
         if looks:  # of tensors that several layers have, or parts of one, each would have its own
             holders = Counter(memory for layer in found.values() for memory in layer.memories)
             self._given_up |= {name for name, layer in found.items() if any(holders[m] > 1 for m in layer.memories)}

@@ -185,6 +185,8 @@ class _Noted:
         self._run, self._layer = run, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # of that nothing can be noted
+            return self._layer.forward(*args, **kwargs)
         return self._run.call(self._layer, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
