@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.step.effects.layers import once, repeating
+from lightning_pfo.strategy.step.effects.layers.joining import as_one
 
 SIZES = (2, 2, 1)
 
@@ -264,3 +265,38 @@ def test_later_batches_cost_nothing_where_nothing_changes():
     for number in range(5):
         with buffers.of_run("train", SIZES, int, stays=True):
             assert (buffers.of_microbatch(0, 0) is None) == (number >= 3)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (
+            [torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(1, 3)],
+            torch.tensor([0.0, 0, 0, 0, 1])[:, None].expand(5, 3),
+        ),
+        ([torch.zeros(7, 2), torch.ones(7, 2), torch.ones(7, 1)], torch.tensor([0.0, 0, 1, 1, 1]).expand(7, 5)),
+        (
+            [torch.zeros(4, 3), torch.zeros(4, 3), torch.ones(2, 3)],
+            torch.zeros(10, 3).index_fill(0, torch.tensor([8, 9]), 1),
+        ),
+        ([torch.arange(3)] * 3, torch.arange(3)),  # the same for all
+        (["cls"] * 3, "cls"),
+    ],
+    ids=["rows", "time first", "two rows for each", "no samples", "a text"],
+)
+def test_what_microbatches_were_given_is_put_together(parts, expected):
+    found = as_one(parts, SIZES, 0)
+    assert found.equal(expected) if isinstance(found, torch.Tensor) else found == expected
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [torch.zeros(3), torch.ones(3), torch.ones(3)],
+        [1, 2, 3],
+        [torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(1, 4)],
+    ],
+)
+def test_what_cannot_be_put_together(parts):
+    with pytest.raises(ValueError, match="differ"):
+        as_one(parts, SIZES, 0)
