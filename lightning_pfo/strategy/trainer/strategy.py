@@ -306,6 +306,7 @@ class PfoPipelineStrategy(StepStrategy):
                 tell_of_counts(self._module(), self.mesh.num_replicas, self._patches)
         set_device_mesh(self._module(), self.mesh.device_mesh)
         self._seed = random_state.synchronise()
+        explain_missing_values(self.root_device)  # setup hooks find a module as an earlier run has divided it
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

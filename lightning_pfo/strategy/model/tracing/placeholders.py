@@ -222,7 +222,7 @@ def _explain(
             raise
         if args and writes(function, kwargs) and all(map(is_placeholder, alike(args[0]))):
             return args[0]  # that is done by the rank that holds it
-        if args and _goes_home(function, args[1:], kwargs):
+        if args and _home is not None and _goes_home(function, args[1:], kwargs):
             return args[0]
         raise ConfigurationError(_explained()) from error
 
@@ -244,11 +244,10 @@ def _draw(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _goes_home(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function asks a tensor to lie where this rank computes, or anywhere if it does not any more."""
+    """Whether a function only asks for a tensor to lie where this rank computes."""
     if function not in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
         return False
-    if _home is None:
-        return True
+    assert _home is not None
     wanted = function(torch.empty(0, device=_home), *args, **kwargs)
     return bool(wanted.device == _home)
 
