@@ -35,7 +35,7 @@ from lightning_pfo.strategy.step.effects.layers.watch import LayerWatch
 from lightning_pfo.strategy.step.effects.outward.profiling import StepActions
 from lightning_pfo.strategy.step.effects.outward.told import MetricPlace
 from lightning_pfo.strategy.step.effects.tensors import Earlier
-from lightning_pfo.strategy.step.effects.within import step_by_units
+from lightning_pfo.strategy.step.effects.within import step_by_units, step_under_way
 from lightning_pfo.strategy.step.first_batch.differences.slopes import Slopes
 from lightning_pfo.strategy.step.first_batch.known_rules import KnownRules
 from lightning_pfo.strategy.step.metrics.aggregators import Aggregators
@@ -216,6 +216,13 @@ class StepOnStages:
             with inside(stage, index, ends_here=ends and whole is None and stage == last), counting:
                 return step(index)
 
+        @contextmanager
+        def again() -> Iterator[None]:
+            """Where a layer runs once more: what it calls of other processes concerns replicas, as in the step."""
+            random_state.seed(engine.device, *seed)
+            with step_under_way(ends_here=True):
+                yield
+
         with random_state.isolated(engine.device) as before:
             kept = Effects(self.owner, self.programs.modules) if effects is None else effects
             metrics = self._metrics.found(kept.modules())
@@ -245,9 +252,8 @@ class StepOnStages:
                 writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
                 rewritten = self.rewritten.of_run(programs, engine.stages, trains=train, counts=phase is not None)
                 sizes = recorder.sizes if whole is None else whole.sizes
-                reseed = partial(random_state.seed, engine.device, *seed)
                 stays, known = phase is not None, (self.layers.counted, changes)
-                once = self.layers.once.of_run(kind, sizes, reseed, *known, stays=stays)
+                once = self.layers.once.of_run(kind, sizes, again, *known, stays=stays)
                 with of_batch, earlier_runs.undone_if_it_fails(), writes, rewritten, once:
                     self.layers.looks.of_step = {*changes, *self.rewritten.names}
                     memory = () if phase is None else phase.memory

@@ -1,6 +1,7 @@
 """Buffers that layers change by what they see, repeated on the whole batch; `test_zoo` trains with such layers."""
 
 import copy
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -58,10 +59,16 @@ def buffers_once(root, **options):
     return once.BuffersOnce(root, {}, (), **{"of_weights": (), "repeats": True, "batch_dim": 0, **options})
 
 
+@contextmanager
+def again():
+    torch.manual_seed(1)
+    yield
+
+
 def run(buffers, call, batch, kind="train", sizes=SIZES, stays=True, of_step=()):
     """Run a layer on microbatches; returns what it has computed."""
     outputs = []
-    with buffers.of_run(kind, sizes, lambda: torch.manual_seed(1), of_step=of_step, stays=stays):
+    with buffers.of_run(kind, sizes, again, of_step=of_step, stays=stays):
         for index, microbatch in enumerate(batch.split(2)):
             context = buffers.of_microbatch(0, index)
             with context if context is not None else torch.enable_grad():
@@ -133,7 +140,7 @@ def test_layers_that_run_again_in_backward_find_the_buffers_of_the_begin():
     batch = torch.randn(5, 3)
     root.layer.mean.fill_(1)
     alone.layer.mean.fill_(1)
-    with buffers.of_run("train", SIZES, int, stays=True):
+    with buffers.of_run("train", SIZES, again, stays=True):
         losses = []
         for index, microbatch in enumerate(batch.split(2)):
             with buffers.of_microbatch(0, index):
@@ -263,7 +270,7 @@ def test_later_batches_cost_nothing_where_nothing_changes():
     root.masked.register_buffer("mask", torch.ones(3))
     buffers = buffers_once(root)
     for number in range(5):
-        with buffers.of_run("train", SIZES, int, stays=True):
+        with buffers.of_run("train", SIZES, again, stays=True):
             assert (buffers.of_microbatch(0, 0) is None) == (number >= 3)
 
 

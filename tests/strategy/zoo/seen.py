@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -106,7 +107,11 @@ class Contrast(nn.Module):
         negatives, positives = student @ self.queue.clone().t(), (student * keys).sum(1, keepdim=True)
         loss = loss + functional.cross_entropy(torch.cat([positives, negatives], 1), torch.zeros(len(keys)).long())
         with torch.no_grad():
-            self.center = 0.9 * self.center + 0.1 * teacher.mean(0, keepdim=True)
+            mean = teacher.mean(0, keepdim=True)
+            if dist.is_initialized():  # as published losses do for replicas
+                dist.all_reduce(mean)
+                mean = mean / dist.get_world_size()
+            self.center = 0.9 * self.center + 0.1 * mean
             rows = (int(self.next) + torch.arange(len(keys))) % len(self.queue)
             self.queue[rows] = keys
             self.next[0] = (rows[-1] + 1) % len(self.queue)

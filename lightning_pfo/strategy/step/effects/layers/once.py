@@ -75,7 +75,7 @@ class BuffersOnce:
         self,
         kind: str,
         sizes: Sequence[int],
-        seed: Callable[[], object],
+        again: Callable[[], AbstractContextManager[object]],
         counted: Collection[Place] = (),
         of_step: Collection[str] = (),
         *,
@@ -86,7 +86,7 @@ class BuffersOnce:
         Args:
             kind: Which step it is.
             sizes: How many samples each has.
-            seed: Seeds the random numbers of layers that run once more.
+            again: Enters what layers run in once more.
             counted: Buffers of which somebody else knows what they are at the end of the batch.
             of_step: Those that the step changes between units, which are left alone but in modules of one stage.
             stays: Whether what it leaves in buffers stays.
@@ -105,7 +105,7 @@ class BuffersOnce:
                 yield
             self._run.is_over = True
             if stays:
-                self._end(self._run, seed)
+                self._end(self._run, again)
                 places |= {(name, key) for name in self.repeated for key in layers[name].changed}
         finally:
             for layer in layers.values():
@@ -148,7 +148,7 @@ class BuffersOnce:
         """A stage runs the step on a microbatch; None where nobody needs to know."""
         return None if self._run is None else self._run.of_microbatch(stage, index)
 
-    def _end(self, run: LayersInRun, seed: Callable[[], object]) -> None:
+    def _end(self, run: LayersInRun, again: Callable[[], AbstractContextManager[object]]) -> None:
         """Let layers run once more that have changed their buffers in several microbatches."""
         changed = {name: layer for name, layer in run.layers.items() if len(layer.changed_in) > 1}
         able = [name for name, layer in changed.items() if layer.calls and name not in self._given_up]
@@ -159,9 +159,10 @@ class BuffersOnce:
             try:
                 with torch.no_grad():
                     if changed[name].tries:
-                        run.try_again(layers)
-                    seed()
-                    run.repeat(layers, self._batch_dim)
+                        with again():
+                            run.try_again(layers)
+                    with again():
+                        run.repeat(layers, self._batch_dim)
             except Exception as error:
                 _log.debug("%s cannot be repeated: %s", name, error)
                 self._given_up |= {layer.name for layer in layers}
