@@ -23,10 +23,11 @@ class Average(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.register_buffer("mean", torch.zeros(3))
-        self.change, self.calls = change, 0
+        self.change, self.calls, self.total = change, 0, torch.zeros(())
 
     def forward(self, x):
         self.calls += 1
+        self.total += len(x)
         result = self.linear(x - self.mean)
         mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         if self.change == "in place":
@@ -91,7 +92,7 @@ def test_buffers_are_those_of_one_device(change, said):
         output.sum().backward()
         assert buffers.repeated == {"layer"}
     assert "forward" not in vars(root.layer)
-    assert root.layer.calls == 5 * len(SIZES)  # repetitions do not count
+    assert (root.layer.calls, root.layer.total) == (5 * len(SIZES), 5 * 5)  # repetitions do not count
     assert said == []
 
 

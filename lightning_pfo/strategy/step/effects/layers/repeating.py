@@ -17,7 +17,7 @@ from lightning_pfo.strategy.compat.tensors import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_pfo.strategy.model.reach.untouched import attributes_untouched
+from lightning_pfo.strategy.model.reach.untouched import untouched
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
 from lightning_pfo.strategy.parallel import random_state
@@ -146,9 +146,8 @@ class LayersInRun:
     def _aside(self, layers: Sequence[ChangingLayer]) -> Iterator[None]:
         """A layer runs once more; what else it changes is put back."""
         with ExitStack() as stack:
+            stack.enter_context(untouched(layers[0].module))
             stack.enter_context(buffers_kept(layers[:1]))
-            for part in layers[0].module.modules():
-                stack.enter_context(attributes_untouched(part))
             for layer in layers:
                 layer.begin()
             for unit in layers[0].units:  # which are called here, whatever stages there are
