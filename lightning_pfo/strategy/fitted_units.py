@@ -23,6 +23,11 @@ from lightning_pfo.strategy.model.tracing.tracked import follow_units
 from lightning_pfo.strategy.model.units import Unit, Units
 from lightning_pfo.strategy.step.tracing import trace_untouched
 
+_LARGEST_SHARE = 0.5
+"""Of all parameters: a module with more is divided, whatever its own code does with its buffers ..."""
+_MOST_OF_STAGE = 2.0
+"""... and so is one that is larger than an even share of a stage by this factor."""
+
 
 def fit_units(
     model: nn.Module,
@@ -41,11 +46,11 @@ def fit_units(
 
     Of layers that the step does not call, but parts of which it uses, the parts are layers. A module with some of the
     layers whose own code looks at values, as one that leaves out experts without tokens, is a layer as a whole if
-    enough are left; so is one whose own code changes its buffers, as the bias by which experts are chosen, so that they
-    can be those of one device; and one that calls its layers in an autograd.Function, as a reversible one does. Where
-    the step calls none of the layers, as those of a large image encoder with a batch of text, they are looked for in
-    what it does call. Where it calls too few, as of a network that grows or one that an autograd.Function runs, all
-    that it calls beside are layers too.
+    enough are left; so is one that calls its layers in an autograd.Function, as a reversible one does; and one that is
+    not too large and whose own code changes its buffers, as the bias by which experts are chosen, so that they can be
+    those of one device. Where the step calls none of the layers, as those of a large image encoder with a batch of
+    text, they are looked for in what it does call. Where it calls too few, as of a network that grows or one that an
+    autograd.Function runs, all that it calls beside are layers too.
 
     Args:
         model: The user's module.
@@ -96,7 +101,7 @@ def fit_units(
     modules = (
         _deciding(model, units, trace),
         _differentiating(model, units, trace, at_least),
-        _keeping(model, units, trace),
+        _keeping(model, units, trace, at_least),
     )
     for runs_whole in modules:
         if runs_whole is not None:
@@ -166,11 +171,18 @@ def _deciding(model: nn.Module, units: Units, trace: Trace) -> str | None:
     )
 
 
-def _keeping(model: nn.Module, units: Units, trace: Trace) -> str | None:
-    """The name of a module with some of the layers, but not all, whose own code changes its buffers."""
+def _keeping(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:
+    """The name of a module with layers, but not too large for one stage, whose own code changes its buffers."""
     buffers = (name for name in trace.changes if name in dict(model.named_buffers()))
     modules = [model.get_submodule(name.rpartition(".")[0]) for name in buffers]
-    return next((name for name, within in _with_layers(model, units, modules) if within < len(units.layers)), None)
+    most = min(_LARGEST_SHARE, _MOST_OF_STAGE / at_least) * _size_of(model)
+    return next(
+        (name for name, _ in _with_layers(model, units, modules) if _size_of(model.get_submodule(name)) <= most), None
+    )
+
+
+def _size_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _differentiating(model: nn.Module, units: Units, trace: Trace, at_least: int) -> str | None:
