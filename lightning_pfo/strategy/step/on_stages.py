@@ -219,7 +219,7 @@ class StepOnStages:
         @contextmanager
         def again() -> Iterator[None]:
             """Where a layer runs once more: what it calls of other processes concerns replicas, as in the step."""
-            random_state.seed(engine.device, *seed)
+            random_state.seed_step(engine.device, *seed)
             with step_under_way(ends_here=True):
                 yield
 
