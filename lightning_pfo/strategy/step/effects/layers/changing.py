@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -181,11 +181,6 @@ def _without_checkpoint(forward: Callable[..., Any]) -> tuple[Callable[..., Any]
         inner, *rest = forward.args
         return inner, lambda other: functools.partial(forward.func, other, *rest, **forward.keywords)
     return forward, lambda other: other
-
-
-def is_plain(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether a buffer has values here, in memory of the usual kind."""
-    return type(buffer) is torch.Tensor and buffer.layout == torch.strided and not buffer.is_meta
 
 
 def _sum_of(buffer: torch.Tensor) -> str:

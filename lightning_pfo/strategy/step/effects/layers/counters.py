@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -55,10 +55,14 @@ class Counter:
         buffers[name] = self._buffer
 
 
+def is_plain(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a tensor has values here, in memory of the usual kind."""
+    return type(tensor) is torch.Tensor and tensor.layout == torch.strided and not is_placeholder(tensor)
+
+
 def has_sum(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values that can be looked at, and not too many."""
-    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not is_placeholder(tensor)
-    return is_plain and not tensor.is_meta and tensor.numel() <= _LARGEST
+    return is_plain(tensor) and tensor.numel() <= _LARGEST
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ from lightning_pfo.strategy.model.batch_norm import BatchNorm
 from lightning_pfo.strategy.model.reach.metric_objects import is_metric
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.step.batches.notices import warn_once
-from lightning_pfo.strategy.step.effects.layers.changing import ChangingLayer, is_plain
+from lightning_pfo.strategy.step.effects.layers.changing import ChangingLayer
+from lightning_pfo.strategy.step.effects.layers.counters import is_plain
 from lightning_pfo.strategy.step.effects.layers.repeating import LayersInRun
 
 _LOOKED_AT = 3
@@ -100,16 +101,17 @@ class BuffersOnce:
             yield
             return
         before, self._run = self._run, LayersInRun(sizes, layers, self._given_up)
+        is_over = False
         try:
             with self._run.followed():
                 yield
-            self._run.is_over = True
+            is_over = True
             if stays:
                 self._end(self._run, again)
                 places |= {(name, key) for name in self.repeated for key in layers[name].changed}
         finally:
             for layer in layers.values():
-                layer.put_back(changed=stays and self._run.is_over)
+                layer.put_back(changed=stays and is_over)
             self._run = before
 
     def _layers(self, places: Collection[Place], of_step: Collection[str], *, looks: bool) -> dict[str, ChangingLayer]:

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ class LayersInRun:
         self._at = (0, 0)
         self._is_told = False
         self.layers = layers
-        self.is_over = False
 
     def followed(self) -> ExitStack:
         """Calls of layers are noted while the context is open."""
@@ -101,10 +100,8 @@ class LayersInRun:
         Raises:
             ValueError: If it does not.
         """
-        first = {place: [calls[0]] for place, calls in layers[0].calls.items()}
         with self._aside(layers):
-            for place in sorted(first):
-                (call,) = first[place]
+            for _, (call, *_) in sorted(layers[0].calls.items(), key=itemgetter(0)):
                 random_state.set_state(call.states[0], layers[0].device)
                 results = tree_leaves(self._computed(layers[0], call, call.leaves))
                 if differs(call.results, results):
