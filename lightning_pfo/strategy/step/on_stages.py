@@ -252,7 +252,7 @@ class StepOnStages:
                 writes = self._writes_known(kept.flags.parameters, programs) if counts else nullcontext()
                 rewritten = self.rewritten.of_run(programs, engine.stages, trains=train, counts=phase is not None)
                 sizes = recorder.sizes if whole is None else whole.sizes
-                stays, known = phase is not None, (self.layers.counted, changes)
+                stays, known = phase is not None, (self.layers.means, changes)
                 once = self.layers.once.of_run(kind, sizes, again, *known, stays=stays)
                 with of_batch, earlier_runs.undone_if_it_fails(), writes, rewritten, once:
                     self.layers.looks.of_step = {*changes, *self.rewritten.names}

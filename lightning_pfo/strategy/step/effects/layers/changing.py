@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,12 @@ from lightning_pfo.strategy.compat.tensors import (
     change_mark,
     memory_of,
 )
+from lightning_pfo.strategy.model.reach.places import LEFT_ALONE
 from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, value_of
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.step.effects.layers.counters import has_sum, values_of
+
+_FLAGS = (bool, int, float, str, type(None))
 
 
 @dataclass
@@ -53,6 +56,7 @@ class ChangingLayer:
         units: The units that it calls, or is.
         own: The buffers.
         known: Those that are known to change, if it has been repeated before.
+        counted: Attributes of which somebody else knows what they are in each microbatch.
 
     Attributes:
         calls: By stage and number of the call in a microbatch: those of all microbatches.
@@ -67,11 +71,19 @@ class ChangingLayer:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, units: Sequence[Unit], own: dict[str, torch.Tensor], known: set[str]
+        self,
+        name: str,
+        module: nn.Module,
+        units: Sequence[Unit],
+        own: dict[str, torch.Tensor],
+        known: set[str],
+        counted: Collection[str] = (),
     ) -> None:
         self.name, self.module, self.units, self._own = name, module, units, own
         self._unit = unit = next((unit for unit in units if unit.module is module and not unit.followed_into), None)
         self._begun = {key: buffer.detach().clone() for key, buffer in own.items()}
+        self._counted = {*counted, *LEFT_ALONE}
+        self._flags = self._flags_now()
         forward = module.forward if unit is None or unit.forward is None else unit.forward
         self.forward, self._around = _without_checkpoint(forward)
         self.calls: dict[tuple[int, int], list[Call]] = {}
@@ -92,11 +104,23 @@ class ChangingLayer:
         return next(iter(self._own.values())).device
 
     def begin(self) -> None:
-        """Let it have other buffers, with the values that the batch began with."""
+        """Let it have other buffers, with the values that the batch began with, and flags that tell of them."""
         tensors_of(self.module).buffers.update({key: value.clone() for key, value in self._begun.items()})
+        self._put_flags_back()
         self.note_call()
         if self.tries:
             self._seen = self._prints()
+
+    def _flags_now(self) -> dict[str, Any]:
+        """Plain attributes: that first values are taken, or how much of a cache is filled."""
+        held = vars(self.module).items()
+        return {key: value for key, value in held if isinstance(value, _FLAGS) and key not in self._counted}
+
+    def _put_flags_back(self) -> None:
+        attributes = vars(self.module)
+        for key in self._flags_now().keys() - self._flags:
+            del attributes[key]
+        attributes.update(self._flags)
 
     def note_call(self) -> None:
         """Note which buffers it has, after a call."""
@@ -117,13 +141,13 @@ class ChangingLayer:
         self.is_changed_now = self.is_changed_now or bool(changed)
         return bool(changed)
 
-    def grow(self) -> None:
-        """Note what a microbatch has left that began with what the batch began with."""
+    def grow(self, share: float) -> None:
+        """Note what a microbatch has left that began with what the batch began with, and has so much of the batch."""
         now = self.now()
         self.left = self.left or now
         for key, value in now.items():
             if value.shape == self._begun[key].shape and (value.is_floating_point() or value.is_complex()):
-                self._grown[key] = self._grown.get(key, 0) + (value - self._begun[key])
+                self._grown[key] = self._grown.get(key, 0) + share * (value - self._begun[key])
 
     def now(self) -> dict[str, torch.Tensor]:
         """Copies of its buffers."""
@@ -159,8 +183,10 @@ class ChangingLayer:
 
     def put_back(self, *, changed: bool) -> None:
         """Let the buffers themselves be there again, with the values of the end, or else of the begin."""
+        if self.changed and not changed:
+            self._put_flags_back()
         values = self.result or self._begun
-        if self.result is None and self.changed and changed:  # as if each microbatch had gone on from the one before
+        if self.result is None and self.changed and changed:  # exact where it is an average, or the same for each
             grown = {key: self._begun[key] + by for key, by in self._grown.items()}
             values = {key: each.detach() for key, each in self._there() if not isinstance(each, Tracked)} | grown
         buffers = tensors_of(self.module).buffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,31 +14,57 @@ _SAME_IN_16_BITS = 0.05
 """... and so much in 16 bits; so many integers may be others."""
 
 
-def as_one(parts: Sequence[Any], sizes: Sequence[int], batch_dim: int, *, averages: bool = False) -> Any:
+class SameOnce(Enum):
+    """Whether tensors that are the same in all microbatches are taken once, as positions in a sequence are."""
+
+    NEVER = "never"
+    LONG = "those of more rows than samples"
+    ALWAYS = "always"
+
+
+def as_one(
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    batch_dim: int,
+    *,
+    once: SameOnce = SameOnce.NEVER,
+    averages: bool = False,
+) -> Any:
     """Put values of microbatches together.
 
     Args:
         parts: The values.
         sizes: How many samples each microbatch has.
         batch_dim: Where samples lie, if there are several ways to take a tensor.
+        once: Which of them are taken once where they are the same.
         averages: Whether numbers that have no samples are averaged; else they have to be the same.
 
     Raises:
         ValueError: If that cannot be done.
     """
     first = parts[0]
+    same = are_same(parts)
     if not isinstance(first, torch.Tensor):
-        if any(part is not first and part != first for part in parts):
+        if not same:
             raise ValueError("arguments differ between microbatches")
         return first
     dims = [dim for dim in range(first.dim()) if _has_samples(parts, sizes, dim)]
-    if dims:
-        return torch.cat(list(parts), batch_dim if batch_dim in dims else dims[0])
-    if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
+    dim = batch_dim if batch_dim in dims else min(dims, default=None)
+    if same and (dim is None or once is SameOnce.ALWAYS or (once is SameOnce.LONG and first.shape[dim] > sizes[0])):
         return first
+    if dim is not None:
+        return torch.cat(list(parts), dim)
     if averages and first.is_floating_point() and all(part.shape == first.shape for part in parts):
         return sum(part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True))
     raise ValueError("a tensor without samples differs between microbatches")
+
+
+def are_same(parts: Sequence[Any]) -> bool:
+    """Whether values of microbatches are the same."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return all(part.shape == first.shape and torch.equal(part, first) for part in parts)
+    return all(part is first or part == first for part in parts)
 
 
 def _has_samples(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> bool:

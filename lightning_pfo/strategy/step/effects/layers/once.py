@@ -88,13 +88,13 @@ class BuffersOnce:
             kind: Which step it is.
             sizes: How many samples each has.
             again: Enters what layers run in once more.
-            counted: Buffers of which somebody else knows what they are at the end of the batch.
+            counted: Buffers and attributes of which somebody else knows what they are at the end of the batch.
             of_step: Those that the step changes between units, which are left alone but in modules of one stage.
             stays: Whether what it leaves in buffers stays.
         """
         places, looks = self._places[kind in ("train", "compare")], self._batches[kind] < _LOOKED_AT
         known = places.difference(counted)
-        layers = self._layers(known, of_step, looks=looks) if len(sizes) > 1 and (looks or known) else {}
+        layers = self._layers(known, counted, of_step, looks=looks) if len(sizes) > 1 and (looks or known) else {}
         self.repeated = set()
         self._batches[kind] += stays and len(sizes) > 1
         if not layers:
@@ -114,7 +114,9 @@ class BuffersOnce:
                 layer.put_back(changed=stays and is_over)
             self._run = before
 
-    def _layers(self, places: Collection[Place], of_step: Collection[str], *, looks: bool) -> dict[str, ChangingLayer]:
+    def _layers(
+        self, places: Collection[Place], counted: Collection[Place], of_step: Collection[str], *, looks: bool
+    ) -> dict[str, ChangingLayer]:
         """Those that are known to change buffers, or where it is looked for them all that have some."""
         known: dict[str, set[str]] = {}
         for name, key in places:
@@ -131,7 +133,8 @@ class BuffersOnce:
             inside = set(module.modules()) if own else set()
             units = [unit for unit in self._owners if unit.module in inside]
             if own and (self._are_here(units) or not any(f"{name}.{key}" in of_step for key in own)):
-                found[name] = ChangingLayer(name, module, units, own, known.get(name, set()))
+                others = {key for layer, key in counted if layer == name}
+                found[name] = ChangingLayer(name, module, units, own, known.get(name, set()), others)
         if not self._repeats:
             self._given_up |= found.keys()
         compiled = [f"{name}." for name, module in self._root.named_modules() if looks and is_compiled(module)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, update_wrapper
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, val
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.layers.changing import Call, ChangingLayer
-from lightning_pfo.strategy.step.effects.layers.joining import as_one, differs
+from lightning_pfo.strategy.step.effects.layers.joining import SameOnce, are_same, as_one, differs
 
 
 class LayersInRun:
@@ -63,7 +63,7 @@ class LayersInRun:
                 if layer.is_changed_now:
                     layer.changed_in.append(index)
                     if layer.tries and layer.name not in self._given_up:
-                        layer.grow()
+                        layer.grow(self._sizes[index] / max(1, sum(self._sizes)))
 
     def call(self, layer: ChangingLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called in the run."""
@@ -121,16 +121,24 @@ class LayersInRun:
             calls.sort(key=attrgetter("index"))
         if any([call.index for call in calls] != list(range(len(self._sizes))) for calls in outer.calls.values()):
             raise ValueError("it is not called in each microbatch alike")
+        try:
+            self._see_whole(layers, batch_dim, same_once=True)
+        except Exception:
+            self._see_whole(layers, batch_dim, same_once=False)
+
+    def _see_whole(self, layers: Sequence[ChangingLayer], batch_dim: int, *, same_once: bool) -> None:
+        outer = layers[0]
+        put_together = partial(as_one, sizes=self._sizes, batch_dim=batch_dim)
         with self._aside(layers):
             for place in sorted(outer.calls):
                 calls = outer.calls[place]
-                leaves = [
-                    as_one(parts, self._sizes, batch_dim)
-                    for parts in zip(*(call.leaves for call in calls), strict=True)
-                ]
+                of_calls = [*zip(*(call.leaves for call in calls), strict=True)]
+                sees_samples = any(not are_same(parts) for parts in of_calls)
+                once = SameOnce.NEVER if not same_once else SameOnce.LONG if sees_samples else SameOnce.ALWAYS
+                leaves = [put_together(parts, once=once) for parts in of_calls]
                 results = tree_leaves(self._computed(outer, calls[0], leaves))
                 if outer.tries:
-                    self._compare(outer, calls, results, batch_dim)
+                    self._compare(outer, calls, results, partial(put_together, once=once, averages=True))
             for layer in layers:
                 layer.result = layer.now()
 
@@ -153,14 +161,17 @@ class LayersInRun:
             stack.enter_context(following(None))
             yield
 
-    def _compare(self, layer: ChangingLayer, calls: Sequence[Call], whole: Sequence[Any], batch_dim: int) -> None:
+    def _compare(
+        self,
+        layer: ChangingLayer,
+        calls: Sequence[Call],
+        whole: Sequence[Any],
+        put_together: Callable[[Sequence[Any]], Any],
+    ) -> None:
         if self._is_told or any(not random_state.same_state(*call.states) for call in calls):
             return  # or it has drawn other numbers
         try:
-            parts = [
-                as_one(each, self._sizes, batch_dim, averages=True)
-                for each in zip(*(call.results for call in calls), strict=True)
-            ]
+            parts = [put_together(each) for each in zip(*(call.results for call in calls), strict=True)]
         except ValueError:
             return
         if differs(parts, whole):
@@ -177,7 +188,7 @@ class _Noted:
     """In place of the forward of a layer while a step runs; copies of the layer have the forward itself."""
 
     def __init__(self, run: LayersInRun, layer: ChangingLayer) -> None:
-        functools.update_wrapper(self, layer.forward)
+        update_wrapper(self, layer.forward)
         self._run, self._layer = run, layer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
