@@ -55,6 +55,7 @@ EQUAL = [
     "layers_that_limit_weights",
     "layers_that_average_what_they_see",
     "layers_that_cache_angles",
+    "layers_that_return_functions",
     "losses_with_centers_and_queues",
     "variables_of_context_and_thread_and_queues",
     "skips_by_a_stack",

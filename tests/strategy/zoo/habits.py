@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
+from functools import partial
 from queue import Queue
 from typing import Any
 
@@ -524,3 +525,53 @@ class AdaptsItsHead(Layered):
 @case("steps")
 def a_head_that_adapts() -> Any:
     return AdaptsItsHead(), vectors()
+
+
+class Undone(nn.Module):
+    """Normalizes, and says how that is undone (RevIN)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        mean, deviation = x.mean(1, keepdim=True), x.std(1, keepdim=True) + 0.1
+        return (x - mean) / deviation * self.scale, lambda y: y / self.scale * deviation + mean
+
+
+class Around(nn.Module):
+    """Keeps a residual for when a branch is done (hyper-connections)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        kept = {"gates": [self.gate(x).sigmoid()]}
+
+        def add(branch: Tensor, residual: Tensor = 0.5 * x, *, gate: Tensor = kept["gates"][0]) -> Tensor:
+            return residual + gate * branch * kept["gates"][0]
+
+        return self.into(x), {"add": partial(add, gate=kept["gates"][0] + 1)}
+
+
+class Connected(Module):
+    """Such layers, whose functions are called on later stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undone = Undone()
+        self.around = nn.ModuleList(Around() for _ in range(3))
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, undo = self.undone(batch[0])
+        for around, branch in zip(self.around, self.branches, strict=True):
+            inner, later = around(x)
+            x = later["add"](branch(inner).tanh())
+        return functional.mse_loss(undo(x), batch[1])
+
+
+@case("steps")
+def layers_that_return_functions() -> Any:
+    return Connected(), vectors()

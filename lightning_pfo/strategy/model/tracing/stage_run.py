@@ -37,6 +37,7 @@ from lightning_pfo.strategy.model.tracing.ends import (
     leaves_otherwise,
 )
 from lightning_pfo.strategy.model.tracing.events import Event, New, Number, Passed
+from lightning_pfo.strategy.model.tracing.forms.hidden import opened
 from lightning_pfo.strategy.model.tracing.forms.left import LeftByCalls, returned_of, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.outline import Same
 from lightning_pfo.strategy.model.tracing.forms.remembered import buffers_kept
@@ -418,6 +419,8 @@ class StageRun:
         before = self._left.before(event) if event.left else ()
         with following(None), self._around(position), ordinary(ours), repeated:
             result = compute(*args, **kwargs)
+        if event.units:
+            result = opened(result)
         if event.left or event.rewrites:
             result = with_all_left(result, (args, kwargs), event, self._left.take(event, before))
         found, form = ([result], None) if isinstance(result, torch.Tensor) else tree_flatten(result)

@@ -1,4 +1,8 @@
-"""Tensors in what cannot be taken apart: sets, functions, iterators. No other stage could get them."""
+"""Tensors in what cannot be taken apart: sets, iterators, other objects of C. No other stage could get them.
+
+Functions that a layer returns with tensors in them (hyper-connections, a normalization that is undone later) become
+objects that are called alike, which can be taken apart.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 import gc
 import types
 from collections.abc import Iterable
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,11 +18,45 @@ from torch import nn
 
 from lightning_pfo.core.errors import ConfigurationError
 from lightning_pfo.strategy.compat.tensors import FakeTensorMode
-from lightning_pfo.strategy.model.tracing.forms.parts import is_cache
+from lightning_pfo.strategy.model.tracing.forms.parts import Opened, cells_of, defaults_of, is_cache
 
 _NOT_INTO = (type, types.ModuleType, types.CodeType, types.FrameType, nn.Module, str, bytes, int, float)
 _DEEPEST = 6
 _MOST = 300
+
+
+def opened(value: Any, _within: frozenset[int] = frozenset()) -> Any:
+    """What a layer returns, with objects in place of functions that have tensors in them.
+
+    Functions are found in tuples, lists and dicts, in partial functions and in the closures of each other.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        now = [opened(each, _within) for each in value]
+        return value if all(map(is_, now, value)) else kind(now)
+    if kind is dict:
+        now = [opened(each, _within) for each in value.values()]
+        return value if all(map(is_, now, value.values())) else dict(zip(value, now, strict=True))
+    if kind is functools.partial:
+        function, args, kwargs = (opened(each, _within) for each in (value.func, value.args, value.keywords))
+        return functools.partial(function, *args, **kwargs)
+    if kind is types.FunctionType and id(value) not in _within and (held := _held_by(value)):
+        within = _within | {id(value)}
+        return Opened(value, {name: opened(each, within) for name, each in held.items()})
+    return value
+
+
+def _held_by(function: types.FunctionType) -> dict[str | int, Any]:
+    """What has tensors in a function, and numbers beside these, which it may change; see `cells_of`, `defaults_of`."""
+    cells = {name: cell.cell_contents for name, cell in cells_of(function).items() if cell != types.CellType()}
+    found = {**cells, **defaults_of(function)}
+    tensors = {name: value for name, value in found.items() if _is_open(value) and hides_tensor([value])}
+    return tensors and tensors | {name: value for name, value in found.items() if type(value) in (int, float, bool)}
+
+
+def _is_open(value: Any) -> bool:
+    kind = type(value)
+    return isinstance(value, torch.Tensor) or kind in (tuple, list, dict, functools.partial, types.FunctionType)
 
 
 class HidingError(ConfigurationError):

@@ -21,7 +21,7 @@ from lightning_pfo.strategy.compat.modules import tensors_of
 from lightning_pfo.strategy.compat.patches import all_of
 from lightning_pfo.strategy.compat.tensors import change_mark, form_without_values, version_of
 from lightning_pfo.strategy.model.tracing.differentiating import operations_behind
-from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding
+from lightning_pfo.strategy.model.tracing.forms.hidden import hides_tensor, hiding, opened
 from lightning_pfo.strategy.model.tracing.forms.holders import AssignedBuffers
 from lightning_pfo.strategy.model.tracing.forms.left import Kept, Place, place_of_buffer, with_all_left
 from lightning_pfo.strategy.model.tracing.forms.over_time import FewTimeSteps, Saved
@@ -244,7 +244,7 @@ def _call(
         ways_in = {i: get_gradient_edge(leaf).node for i, leaf in enumerate(inputs) if _needs_gradients(leaf)}
         saved = Saved(tensors.values())
         with saved if counts else nullcontext():
-            result = functional_call(bare, tensors, args, kwargs, tie_weights=False)
+            result = opened(functional_call(bare, tensors, args, kwargs, tie_weights=False))
     rewritten = {name for name, mark in state.items() if change_mark(tensors[name]) != mark}
     given, given_structure = tree_flatten((args, kwargs))
     rewrites = given_structure != structure or any(a is not b for a, b in zip(given, inputs, strict=True))

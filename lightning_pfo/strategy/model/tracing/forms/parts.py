@@ -11,7 +11,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -97,6 +97,54 @@ class Parts:
         return made
 
 
+class Opened:
+    """A function that a layer has returned; what has tensors in its closure and its defaults are attributes of it.
+
+    Args:
+        function: The function.
+        held: What of these has tensors, see `cells_of` and `defaults_of`.
+    """
+
+    def __init__(self, function: types.FunctionType, held: Mapping[str | int, Any]) -> None:
+        self._held = dict(held)
+        self._bare, _ = _with(function, dict.fromkeys(held))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the tensors that are there now."""
+        function, cells = _with(self._bare, self._held)
+        try:
+            return function(*args, **kwargs)
+        finally:  # it may assign them (`nonlocal`)
+            self._held.update({name: cell.cell_contents for name, cell in cells.items()})
+
+
+def cells_of(function: types.FunctionType) -> dict[str | int, types.CellType]:
+    """The closure of a function, by the names of its variables."""
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def defaults_of(function: types.FunctionType) -> dict[str | int, Any]:
+    """The defaults of a function, by number and `name=`."""
+    by_number: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
+    return by_number | {f"{name}=": value for name, value in (function.__kwdefaults__ or {}).items()}
+
+
+def _with(function: types.FunctionType, held: Mapping[Any, Any]) -> tuple[Any, dict[Any, types.CellType]]:
+    """The function with something else in its closure and its defaults, and the cells of it."""
+    before = cells_of(function)
+    cells = {name: types.CellType(held[name]) for name in before if name in held}
+    defaults = {name: held.get(name, value) for name, value in defaults_of(function).items()}
+    made = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        tuple(value for name, value in defaults.items() if isinstance(name, int)),
+        tuple((before | cells).values()),
+    )
+    made.__kwdefaults__ = {name[:-1]: value for name, value in defaults.items() if isinstance(name, str)}
+    return made, cells
+
+
 def parts_of(value: Any, around: Sequence[Any] = ()) -> tuple[Parts, list[Any]] | None:
     """What an object with tensors is made of, and its parts; None: it has none, or stays as it is.
 
@@ -147,7 +195,7 @@ def _is_open(kind: Any) -> bool:
     if kind in _MADE_OF:
         return True
     is_closed = issubclass(kind, _CLOSED) or (changes_by_itself(kind) and not kind.__module__.startswith("torch"))
-    return not is_closed or kind is types.SimpleNamespace
+    return not is_closed or kind in (types.SimpleNamespace, Opened)
 
 
 @functools.cache
