@@ -145,6 +145,17 @@ def test_flags_that_tell_of_buffers_go_with_them(way, kind, said):
     assert said == []
 
 
+def test_what_is_called_once_for_the_batch_changes_so():
+    """As the end of a step on the whole batch is; in one of its microbatches."""
+    root = Root(Average())
+    alone, buffers = copy.deepcopy(root), buffers_once(root)
+    for _ in range(2):
+        batch = torch.randn(5, 3)
+        run(buffers, lambda x, whole=batch: root.layer(whole) if len(x) == 1 else x, batch)
+        alone.layer(batch)
+        torch.testing.assert_close(root.layer.mean, alone.layer.mean)
+
+
 def test_what_does_not_count_leaves_nothing():
     root = Root(Average())
     run(buffers_once(root), root.layer, torch.randn(5, 3), "compare", stays=False)

@@ -94,6 +94,7 @@ class ChangingLayer:
         self.tries = not known
         self.left: dict[str, torch.Tensor] = {}
         self._grown: dict[str, torch.Tensor] = {}
+        self._num_grown = 0
         self._current: dict[str, Any] = {**own}
         self._seen = self._prints() if self.tries else {}
         self.result: dict[str, torch.Tensor] | None = None
@@ -141,13 +142,14 @@ class ChangingLayer:
         self.is_changed_now = self.is_changed_now or bool(changed)
         return bool(changed)
 
-    def grow(self, share: float) -> None:
-        """Note what a microbatch has left that began with what the batch began with, and has so much of the batch."""
+    def grow(self, size: int) -> None:
+        """Note what a microbatch of so many samples has left that began with what the batch began with."""
         now = self.now()
         self.left = self.left or now
+        self._num_grown += size
         for key, value in now.items():
             if value.shape == self._begun[key].shape and (value.is_floating_point() or value.is_complex()):
-                self._grown[key] = self._grown.get(key, 0) + share * (value - self._begun[key])
+                self._grown[key] = self._grown.get(key, 0) + size * (value - self._begun[key])
 
     def now(self) -> dict[str, torch.Tensor]:
         """Copies of its buffers."""
@@ -187,7 +189,7 @@ class ChangingLayer:
             self._put_flags_back()
         values = self.result or self._begun
         if self.result is None and self.changed and changed:  # exact where it is an average, or the same for each
-            grown = {key: self._begun[key] + by for key, by in self._grown.items()}
+            grown = {key: self._begun[key] + by / self._num_grown for key, by in self._grown.items()}
             values = {key: each.detach() for key, each in self._there() if not isinstance(each, Tracked)} | grown
         buffers = tensors_of(self.module).buffers
         for key, buffer in self._own.items():

@@ -63,7 +63,7 @@ class LayersInRun:
                 if layer.is_changed_now:
                     layer.changed_in.append(index)
                     if layer.tries and layer.name not in self._given_up:
-                        layer.grow(self._sizes[index] / max(1, sum(self._sizes)))
+                        layer.grow(max(1, self._sizes[index]))
 
     def call(self, layer: ChangingLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer is called in the run."""
