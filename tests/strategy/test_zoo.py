@@ -56,6 +56,7 @@ EQUAL = [
     "layers_that_average_what_they_see",
     "layers_that_cache_angles",
     "layers_that_return_functions",
+    "layers_with_shared_layers_in_them",
     "losses_with_centers_and_queues",
     "variables_of_context_and_thread_and_queues",
     "skips_by_a_stack",

@@ -575,3 +575,43 @@ class Connected(Module):
 @case("steps")
 def layers_that_return_functions() -> Any:
     return Connected(), vectors()
+
+
+class Gated(nn.Module):
+    """A layer that calls one that others have too (TabNet)."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.norm = shared, nn.LayerNorm(2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = self.norm(self.shared(x)).chunk(2, 1)
+        return values * gates.sigmoid()
+
+
+class Attentive(Module):
+    """What a layer has computed of the batch is masked again and again, by layers with shared layers in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.shared = nn.ModuleList(nn.Linear(WIDTH, 2 * WIDTH) for _ in range(2))
+        self.gates = nn.ModuleList(nn.ModuleList(map(Gated, self.shared)) for _ in range(3))
+        self.masks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = attended = self.first(batch[0])
+        prior, outputs = torch.ones_like(x), []
+        for mask, gates in zip(self.masks, self.gates, strict=True):
+            chosen = (mask(attended) * prior).softmax(1)
+            prior = (1.3 - chosen) * prior
+            attended = chosen * x
+            for gate in gates:
+                attended = gate(attended)
+            outputs.append(attended.relu())
+        return functional.mse_loss(torch.stack(outputs).sum(0), batch[1])
+
+
+@case("steps")
+def layers_with_shared_layers_in_them() -> Any:
+    return Attentive(), vectors()

@@ -14,6 +14,7 @@ from lightning_pfo.strategy.model.tracing.forms.left import returned_of
 from lightning_pfo.strategy.model.tracing.forms.outline import Outline, Same, of_zero_weights
 from lightning_pfo.strategy.model.tracing.forms.values import on_zeros, zeros_of
 from lightning_pfo.strategy.model.tracing.noticing.applied import in_transform
+from lightning_pfo.strategy.model.tracing.tracked import plain
 from lightning_pfo.strategy.model.tracing.trees import tree_flatten, tree_unflatten
 
 
@@ -81,10 +82,11 @@ class Inside:
             return of_zero_weights(unit.module, unit.forward, args, kwargs)
         outline = self._run.outline(self._event, unit, args, kwargs)
         leaves, _ = tree_flatten((args, kwargs))
+        given = [plain(leaf) for index, leaf in enumerate(leaves) if index not in outline.detached]
         found = [
             leaves[leaf.argument]
             if isinstance(leaf, Same)
-            else zeros_of(leaf)
+            else _depending(zeros_of(leaf), given)
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in outline.leaves
@@ -105,3 +107,15 @@ def need_gradients(tensor: torch.Tensor) -> None:
     """Let a tensor need gradients from now on, as one into which a layer writes what needs them."""
     with DisableTorchFunctionSubclass():
         tensor.add_(torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True))
+
+
+def _depending(result: torch.Tensor, given: Iterable[Any]) -> torch.Tensor:
+    """Let zeros lead autograd to what a unit was given: by that it is told what a layer detaches."""
+    if not result.requires_grad:
+        return result
+    with DisableTorchFunctionSubclass():
+        for leaf in given:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+                result = result + real[None][:0].sum().to(result.device)
+    return result
