@@ -145,6 +145,24 @@ def test_flags_that_tell_of_buffers_go_with_them(way, kind, said):
     assert said == []
 
 
+def test_attributes_of_a_repeated_layer_are_those_of_one_device():
+    class Keeps(Average):
+        def forward(self, x):
+            self.seen = self.__dict__.get("seen", torch.zeros(())) + x.sum()
+            self.latest = None if hasattr(self, "latest") else len(x)
+            return super().forward(x)
+
+    root = Root(Keeps())
+    alone, buffers = copy.deepcopy(root), buffers_once(root)
+    for _ in range(3):
+        batch = torch.randn(5, 3)
+        run(buffers, root.layer, batch)
+        alone.layer(batch)
+        assert (root.layer.calls, root.layer.latest) == (alone.layer.calls, alone.layer.latest)
+        torch.testing.assert_close(root.layer.seen, alone.layer.seen)
+    assert buffers.ever_repeated == {"layer"}
+
+
 def test_what_is_called_once_for_the_batch_changes_so():
     """As the end of a step on the whole batch is; in one of its microbatches."""
     root = Root(Average())

@@ -79,7 +79,7 @@ class Turning(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("angles", torch.zeros(64, WIDTH // 2), persistent=False)
-        self.num_known = 0
+        self.num_known: Any = 0
 
     def forward(self, x: Tensor) -> Tensor:
         if self.num_known < x.shape[1]:
@@ -109,12 +109,24 @@ def layers_that_average_what_they_see() -> Any:
     return Averaged(), vectors()
 
 
+class Stretching(Turning):
+    """A cache that is made anew where it is too short, and whose length is a tensor (dynamic scaling)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = torch.tensor(x.shape[1])
+        if length > self.num_known:
+            steps = torch.arange(x.shape[1])[:, None] / length
+            self.register_buffer("angles", steps * torch.logspace(-2, 0, WIDTH // 2), persistent=False)
+            self.num_known = length
+        return super().forward(x)
+
+
 class Turned(Module):
     """Layers with a cache in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Turning() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
+        self.layers = nn.Sequential(Turning(), Stretching(), Turning(), Stretching(), nn.Linear(WIDTH, WIDTH))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = torch.stack([batch[0], batch[1], batch[0] * batch[1]], 1)

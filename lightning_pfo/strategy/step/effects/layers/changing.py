@@ -23,7 +23,7 @@ from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, val
 from lightning_pfo.strategy.model.units import Unit
 from lightning_pfo.strategy.step.effects.layers.counters import has_sum, values_of
 
-_FLAGS = (bool, int, float, str, type(None))
+_STATE = (bool, int, float, str, type(None), torch.Tensor)
 
 
 @dataclass
@@ -68,6 +68,7 @@ class ChangingLayer:
         tries: Whether it has not been repeated before.
         left: What its buffers were after the first microbatch that has changed them.
         result: What its buffers are at the end.
+        result_state: What attributes are then, see `state`.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ChangingLayer:
         self._unit = unit = next((unit for unit in units if unit.module is module and not unit.followed_into), None)
         self._begun = {key: buffer.detach().clone() for key, buffer in own.items()}
         self._counted = {*counted, *LEFT_ALONE}
-        self._flags = self._flags_now()
+        self._begun_state = self.state()
         forward = module.forward if unit is None or unit.forward is None else unit.forward
         self.forward, self._around = _without_checkpoint(forward)
         self.calls: dict[tuple[int, int], list[Call]] = {}
@@ -98,6 +99,7 @@ class ChangingLayer:
         self._current: dict[str, Any] = {**own}
         self._seen = self._prints() if self.tries else {}
         self.result: dict[str, torch.Tensor] | None = None
+        self.result_state: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -105,23 +107,24 @@ class ChangingLayer:
         return next(iter(self._own.values())).device
 
     def begin(self) -> None:
-        """Let it have other buffers, with the values that the batch began with, and flags that tell of them."""
+        """Let it have other buffers, with the values that the batch began with, and attributes likewise."""
         tensors_of(self.module).buffers.update({key: value.clone() for key, value in self._begun.items()})
-        self._put_flags_back()
+        self.put_state_back()
         self.note_call()
         if self.tries:
             self._seen = self._prints()
 
-    def _flags_now(self) -> dict[str, Any]:
-        """Plain attributes: that first values are taken, or how much of a cache is filled."""
+    def state(self) -> dict[str, Any]:
+        """Its attributes that may tell of buffers: that first values are taken, how much of a cache is filled."""
         held = vars(self.module).items()
-        return {key: value for key, value in held if isinstance(value, _FLAGS) and key not in self._counted}
+        return {key: value for key, value in held if isinstance(value, _STATE) and key not in self._counted}
 
-    def _put_flags_back(self) -> None:
-        attributes = vars(self.module)
-        for key in self._flags_now().keys() - self._flags:
+    def put_state_back(self, state: dict[str, Any] | None = None) -> None:
+        """Let attributes be what they were when the batch began, or something else."""
+        state, attributes = self._begun_state if state is None else state, vars(self.module)
+        for key in self.state().keys() - state:
             del attributes[key]
-        attributes.update(self._flags)
+        attributes.update(state)
 
     def note_call(self) -> None:
         """Note which buffers it has, after a call."""
@@ -186,7 +189,9 @@ class ChangingLayer:
     def put_back(self, *, changed: bool) -> None:
         """Let the buffers themselves be there again, with the values of the end, or else of the begin."""
         if self.changed and not changed:
-            self._put_flags_back()
+            self.put_state_back()
+        if self.result_state is not None:
+            self.put_state_back(self.result_state)
         values = self.result or self._begun
         if self.result is None and self.changed and changed:  # exact where it is an average, or the same for each
             grown = {key: self._begun[key] + by / self._num_grown for key, by in self._grown.items()}

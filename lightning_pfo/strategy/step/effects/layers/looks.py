@@ -67,13 +67,17 @@ class LayerLooks:
             if sums:
                 self._compare(sums, self._parameter_sums())
 
-    def look(self, known: Collection[Place]) -> None:
+    def look(self, known: Collection[Place], known_layers: Collection[str] = ()) -> None:
         """A batch is done; a warning names what it has changed, but what is known to be as on one device."""
         if self._batches == _LOOKED_AT:
             return
         self._batches += 1
         self._look_at_parameters()
-        now = {place: _print_of(value) for place, value in attributes_of(self._modules).items() if place not in known}
+        now = {
+            place: _print_of(value)
+            for place, value in attributes_of(self._modules).items()
+            if place not in known and place[0] not in known_layers
+        }
         changed = [place for place, value in now.items() if self._batches > 1 and self._before.get(place) != value]
         if changed:
             name, key = changed[0]

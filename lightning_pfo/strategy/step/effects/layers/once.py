@@ -71,6 +71,11 @@ class BuffersOnce:
         self._places: dict[bool, set[Place]] = {True: set(), False: set()}
         self.repeated: set[str] = set()
 
+    @property
+    def ever_repeated(self) -> set[str]:
+        """The layers that were repeated in a run; their attributes are those of one device too."""
+        return {name for places in self._places.values() for name, _ in places}
+
     @contextmanager
     def of_run(
         self,

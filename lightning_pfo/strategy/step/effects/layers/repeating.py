@@ -140,7 +140,7 @@ class LayersInRun:
                 if outer.tries:
                     self._compare(outer, calls, results, partial(put_together, once=once, averages=True))
             for layer in layers:
-                layer.result = layer.now()
+                layer.result, layer.result_state = layer.now(), layer.state()
 
     def _computed(self, layer: ChangingLayer, call: Call, leaves: list[Any]) -> Any:
         args, kwargs = tree_unflatten(leaves, call.structure)

@@ -170,7 +170,7 @@ class LayerWatch:
     def look(self) -> None:
         """A batch is done; a warning names what else it has changed."""
         self.once.tell(self._counted)
-        self.looks.look(self._shared)
+        self.looks.look(self._shared, self.once.ever_repeated)
 
     def share(self, places: Iterable[Place]) -> None:
         """Numbers of some layers, of which others may be on other ranks, are shared from there on."""
