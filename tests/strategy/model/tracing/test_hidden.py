@@ -112,5 +112,5 @@ def test_functions_that_know_themselves_or_nothing_stay():
     found = opened(first)
     assert found(torch.tensor(2.0)) == first(torch.tensor(2.0)) == 0
     assert hides_tensor(found)  # still, and so is refused
-    for kept in (opened, lambda: 1, [lambda: 1], {"a": (len,)}, value):
+    for kept in (opened, lambda: 1, [lambda: 1], {"a": (len,)}, partial(opened, [1], value=value), value):
         assert opened(kept) is kept

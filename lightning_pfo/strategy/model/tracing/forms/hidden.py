@@ -38,8 +38,8 @@ def opened(value: Any, _within: frozenset[int] = frozenset()) -> Any:
         now = [opened(each, _within) for each in value.values()]
         return value if all(map(is_, now, value.values())) else dict(zip(value, now, strict=True))
     if kind is functools.partial:
-        function, args, kwargs = (opened(each, _within) for each in (value.func, value.args, value.keywords))
-        return functools.partial(function, *args, **kwargs)
+        function, args, kwargs = now = opened(parts := (value.func, value.args, value.keywords), _within)
+        return value if now is parts else functools.partial(function, *args, **kwargs)
     if kind is types.FunctionType and id(value) not in _within and (held := _held_by(value)):
         within = _within | {id(value)}
         return Opened(value, {name: opened(each, within) for name, each in held.items()})

@@ -109,7 +109,7 @@ class ChangingLayer:
     def begin(self) -> None:
         """Let it have other buffers, with the values that the batch began with, and attributes likewise."""
         tensors_of(self.module).buffers.update({key: value.clone() for key, value in self._begun.items()})
-        self.put_state_back()
+        self._put_state_back()
         self.note_call()
         if self.tries:
             self._seen = self._prints()
@@ -119,7 +119,7 @@ class ChangingLayer:
         held = vars(self.module).items()
         return {key: value for key, value in held if isinstance(value, _STATE) and key not in self._counted}
 
-    def put_state_back(self, state: dict[str, Any] | None = None) -> None:
+    def _put_state_back(self, state: dict[str, Any] | None = None) -> None:
         """Let attributes be what they were when the batch began, or something else."""
         state, attributes = self._begun_state if state is None else state, vars(self.module)
         for key in self.state().keys() - state:
@@ -188,10 +188,8 @@ class ChangingLayer:
 
     def put_back(self, *, changed: bool) -> None:
         """Let the buffers themselves be there again, with the values of the end, or else of the begin."""
-        if self.changed and not changed:
-            self.put_state_back()
-        if self.result_state is not None:
-            self.put_state_back(self.result_state)
+        if self.result_state is not None or (self.changed and not changed):
+            self._put_state_back(self.result_state)
         values = self.result or self._begun
         if self.result is None and self.changed and changed:  # exact where it is an average, or the same for each
             grown = {key: self._begun[key] + by / self._num_grown for key, by in self._grown.items()}

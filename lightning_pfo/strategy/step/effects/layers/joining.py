@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,20 +14,12 @@ _SAME_IN_16_BITS = 0.05
 """... and so much in 16 bits; so many integers may be others."""
 
 
-class SameOnce(Enum):
-    """Whether tensors that are the same in all microbatches are taken once, as positions in a sequence are."""
-
-    NEVER = "never"
-    LONG = "those of more rows than samples"
-    ALWAYS = "always"
-
-
 def as_one(
     parts: Sequence[Any],
     sizes: Sequence[int],
     batch_dim: int,
     *,
-    once: SameOnce = SameOnce.NEVER,
+    once_above: float = math.inf,
     averages: bool = False,
 ) -> Any:
     """Put values of microbatches together.
@@ -36,21 +28,21 @@ def as_one(
         parts: The values.
         sizes: How many samples each microbatch has.
         batch_dim: Where samples lie, if there are several ways to take a tensor.
-        once: Which of them are taken once where they are the same.
+        once_above: Tensors that are the same in all microbatches, as positions of a sequence, are taken once if they
+            have more rows for each sample than that.
         averages: Whether numbers that have no samples are averaged; else they have to be the same.
 
     Raises:
         ValueError: If that cannot be done.
     """
     first = parts[0]
-    same = are_same(parts)
     if not isinstance(first, torch.Tensor):
-        if not same:
+        if not are_same(parts):
             raise ValueError("arguments differ between microbatches")
         return first
     dims = [dim for dim in range(first.dim()) if _has_samples(parts, sizes, dim)]
     dim = batch_dim if batch_dim in dims else min(dims, default=None)
-    if same and (dim is None or once is SameOnce.ALWAYS or (once is SameOnce.LONG and first.shape[dim] > sizes[0])):
+    if (dim is None or first.shape[dim] > once_above * sizes[0]) and are_same(parts):
         return first
     if dim is not None:
         return torch.cat(list(parts), dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, update_wrapper
@@ -23,7 +24,7 @@ from lightning_pfo.strategy.model.tracing.tracked import Tracked, following, val
 from lightning_pfo.strategy.parallel import random_state
 from lightning_pfo.strategy.step.batches.notices import warn_once
 from lightning_pfo.strategy.step.effects.layers.changing import Call, ChangingLayer
-from lightning_pfo.strategy.step.effects.layers.joining import SameOnce, are_same, as_one, differs
+from lightning_pfo.strategy.step.effects.layers.joining import are_same, as_one, differs
 
 
 class LayersInRun:
@@ -134,11 +135,11 @@ class LayersInRun:
                 calls = outer.calls[place]
                 of_calls = [*zip(*(call.leaves for call in calls), strict=True)]
                 sees_samples = any(not are_same(parts) for parts in of_calls)
-                once = SameOnce.NEVER if not same_once else SameOnce.LONG if sees_samples else SameOnce.ALWAYS
-                leaves = [put_together(parts, once=once) for parts in of_calls]
+                once_above = math.inf if not same_once else 1 if sees_samples else 0
+                leaves = [put_together(parts, once_above=once_above) for parts in of_calls]
                 results = tree_leaves(self._computed(outer, calls[0], leaves))
                 if outer.tries:
-                    self._compare(outer, calls, results, partial(put_together, once=once, averages=True))
+                    self._compare(outer, calls, results, partial(put_together, once_above=once_above, averages=True))
             for layer in layers:
                 layer.result, layer.result_state = layer.now(), layer.state()
 
